@@ -62,7 +62,7 @@ def check_host_and_port(name: str, value: object) -> None:
     host_and_port(name, value)
 
 
-_DRAFT_MODEL, NEXT_TOKEN_HEAD = "draft:", "mtp"
+_DRAFT_MODEL, NEXT_TOKEN_HEAD, _EAGLE3 = "draft:", "mtp", "eagle3:"
 
 
 def drafting_model(drafter: str) -> str | None:
@@ -70,12 +70,19 @@ def drafting_model(drafter: str) -> str | None:
     return drafter.removeprefix(_DRAFT_MODEL) if drafter.startswith(_DRAFT_MODEL) else None
 
 
+def drafting_head(drafter: str) -> str | None:
+    """The directory that "eagle3:DIRECTORY" names; None for any other drafter."""
+    return drafter.removeprefix(_EAGLE3) if drafter.startswith(_EAGLE3) else None
+
+
 def check_drafter(name: str, value: object) -> None:
-    """Raises ConfigError unless `value` has the form "draft:MODEL" or "package.file:name"."""
-    if isinstance(value, str) and drafting_model(value):
+    """Raises ConfigError unless it is "draft:MODEL", "eagle3:DIRECTORY" or "package.file:name"."""
+    if isinstance(value, str) and (drafting_model(value) or drafting_head(value)):
         return
     if value == _DRAFT_MODEL:
         raise ConfigError(f"{name} is {value!r}, without a model; write {_DRAFT_MODEL}MODEL")
+    if value == _EAGLE3:
+        raise ConfigError(f"{name} is {value!r}, without a head; write {_EAGLE3}DIRECTORY")
     check_place(name, value)
 
 

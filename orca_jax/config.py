@@ -18,6 +18,7 @@ from orca_jax.checks import (
     check_seconds,
     check_timeout,
     check_whole,
+    drafting_head,
     drafting_model,
 )
 from orca_jax.errors import ConfigError
@@ -97,9 +98,9 @@ class SchedulingOptions(Options):
         DrafterName | str,
         "speculative decoding, which changes no token; ngram: drafts from the prompt and the output so far; "
         "suffix: from earlier outputs too; draft:MODEL: by a smaller model with the same tokenizer; "
-        "mtp: by the checkpoint's layer that predicts further tokens; "
+        "mtp: by the checkpoint's layer that predicts further tokens; eagle3:DIRECTORY: by an EAGLE-3 head; "
         "package.file:Class: a drafter of your own (docs/speculation.md)",
-        *(Or("draft:MODEL, package.file:Class"), check_drafter, Also("plan")),
+        *(Or("draft:MODEL, eagle3:DIRECTORY, package.file:Class"), check_drafter, Also("plan")),
     ] = "off"
     speculative_tokens: Annotated[
         int, "maximum number of draft tokens of a request in an iteration", Whole(1, 64)
@@ -112,13 +113,18 @@ class SchedulingOptions(Options):
 
     @property
     def draft_head(self) -> bool:
-        """Whether a head of the served model drafts, from its hidden states."""
-        return self.speculative == NEXT_TOKEN_HEAD
+        """Whether a head drafts, from the served model's hidden states."""
+        return self.speculative == NEXT_TOKEN_HEAD or self.eagle3_head is not None
 
     @property
     def drafts_on_device(self) -> bool:
         """Whether a model or a head with weights of its own drafts, for all requests together."""
         return self.draft_head or self.draft_model is not None
+
+    @property
+    def eagle3_head(self) -> str | None:
+        """The directory of the EAGLE-3 head that drafts; None if none does."""
+        return drafting_head(self.speculative)
 
     @property
     def draft_model(self) -> str | None:

@@ -32,6 +32,10 @@ class DifferentTokenizer(ConfigError):
     """A draft model whose token ids mean other tokens than the served model's; the message has the first."""
 
 
+class HeadMismatch(ConfigError):
+    """The head that is to draft was made for another model than the one that is served."""
+
+
 class WorkerRefused(ConfigError):
     """A worker that differs from what the engine master expects, or has another secret; the message names
     the difference, expected and found.

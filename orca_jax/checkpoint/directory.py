@@ -30,8 +30,8 @@ from orca_jax.model.weight import kind_of
 from orca_jax.sharding.partition import Placement
 from orca_jax.sharding.specs import in_form, place_of_dense
 
-# The config of a part of a checkpoint, with its own names.
-PartOf = Callable[[HFConfig], HFConfig]
+# Reads the config of a Hugging Face directory, or of a part of it with its own names.
+ReadConfig = Callable[[Path], HFConfig]
 
 _DTYPES = tuple(np.dtype(dtype) for dtype in (np.float32, ml_dtypes.bfloat16, np.float16))
 
@@ -61,7 +61,7 @@ def load_checkpoint(
     forms: Mapping[str, WeightForm] | None = None,
     placements: Sequence[Placement] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
-    part: PartOf | None = None,
+    read: ReadConfig = read_hf_config,
 ) -> Checkpoint:
     """Read the checkpoint in a directory and put its parameters onto devices.
 
@@ -73,7 +73,7 @@ def load_checkpoint(
 
     `placements` maps parameter names to shardings, for each stage of this process. Parameters that no stage
     names are not read; a tied embedding, which two stages name, is read once. Without `placements` there is
-    one stage, on the default device. `on_bytes(done, total)` receives the progress in bytes read. `part` is
+    one stage, on the default device. `on_bytes(done, total)` receives the progress in bytes read. `read` is
     as in find_parameters.
 
     Raises a CheckpointError (NotACheckpoint, UnsafeFile, CorruptFile, BadModelConfig, UnsupportedModel or
@@ -82,7 +82,7 @@ def load_checkpoint(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
-    model, parts = find_parameters(directory, kv_repeats, packed=packed, forms=forms, part=part)
+    model, parts = find_parameters(directory, kv_repeats, packed=packed, forms=forms, read=read)
     config = replace(model, vocab_multiple=vocab_multiple)
     table = parameter_table(config)
 
@@ -171,7 +171,7 @@ def find_parameters(
     *,
     packed: bool = False,
     forms: Mapping[str, WeightForm] | None = None,
-    part: PartOf | None = None,
+    read: ReadConfig = read_hf_config,
 ) -> tuple[ModelConfig, dict[str, Source]]:
     """Find the model in a directory and how each parameter is stored; check everything, and read no weight.
 
@@ -180,8 +180,8 @@ def find_parameters(
     forms (ModelConfig.with_forms), and so does what reads only metadata (model_files/found_model.py), so that
     plans know them. For each weight in a form that the checkpoint has it gives a Source of planes
     (shard_reader.py); where `forms` asks for another form than the checkpoint's, the Source is Parts of the
-    dense numbers. `part` makes of the config of a Hugging Face directory that of a part of it, which is then
-    the model. Raises a CheckpointError, or ConfigError for a model without experts to pack.
+    dense numbers. `read` reads the config of a Hugging Face directory; a head's reads that of a part of it.
+    Raises a CheckpointError, or ConfigError for a model without experts to pack.
     """
     if is_gguf(directory):
         if packed:
@@ -192,8 +192,7 @@ def find_parameters(
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")
         model, parts = orbax_checkpoint.find_parameters(directory, kv_repeats, forms)
         return model, dict(parts)
-    hf_config = read_hf_config(directory)
-    hf_config = hf_config if part is None else part(hf_config)
+    hf_config = read(directory)
     model = hf_config.model.with_packed_experts() if packed else hf_config.model
     model = model if forms is None else model.with_forms(forms)
     hf_config = replace(hf_config, model=model.with_kv_heads(kv_repeats))

@@ -10,6 +10,7 @@ from orca_jax.checkpoint.packed_safetensors import PackedMatrix, planes, stored_
 from orca_jax.checkpoint.safetensors_reader import (
     BYTES,
     FLOAT_DTYPES,
+    WHOLE_NUMBERS,
     StoredTensor,
     read_header,
     same_values,
@@ -120,8 +121,11 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
         and not family.is_of_other_part(name)
         and not family.is_further(name, prefix, stored, hf_config.model.n_layers)
     ]
-    embedding = stored[family.stored_name(TOKEN_EMBEDDING, prefix, hf_config.model, stored).names[0]]
+    # A head may share the embedding of the model that it drafts for.
+    embedding = stored.get(family.stored_name(TOKEN_EMBEDDING, prefix, hf_config.model, stored).names[0])
     for tensor in left:
+        if embedding is None:
+            raise _left_over(hf_config, tensor, prefix, len(left))
         if family.is_copy(tensor.name, prefix):
             if not same_values(tensor, embedding):
                 raise TensorMismatch(
@@ -197,7 +201,8 @@ def _tensor(
             raise TensorMismatch(
                 f"{stored[name]} is not quantized, but quantization_config says that {shown(module)} is"
             )
-    return _of_shapes(hf_config, stored, wanted, [shape])[0]
+    dtypes = WHOLE_NUMBERS if wanted.whole_numbers else (*FLOAT_DTYPES,)
+    return _of_shapes(hf_config, stored, wanted, [shape], dtypes)[0]
 
 
 def _left_over(hf_config: HFConfig, tensor: StoredTensor, prefix: str, n: int) -> CheckpointError:

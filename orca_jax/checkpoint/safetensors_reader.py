@@ -41,6 +41,7 @@ PACKED_DTYPES = {
     WORDS: np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }
+WHOLE_NUMBERS = ("I64", WORDS)
 FLOAT_DTYPES = {
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),

@@ -34,6 +34,7 @@ from orca_jax.model.kv_cache import (
     write,
 )
 from orca_jax.model.layers import Matmul
+from orca_jax.model.read_states import StatesBefore
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.routed_experts import Routing
@@ -135,17 +136,18 @@ def forward(
     layer_inputs = None
     beside = stage.config.kept_states or stage.config.reads
     caches, extra = (caches[:-1], caches[-1]) if beside else (caches, None)
-    states = None
+    before = None
     if isinstance(arrived, HeadInput):
-        states, arrived = _states_before(arrived, newest_in(extra), batch), arrived.last_token
+        before, arrived = _states_before(arrived, newest_in(extra), batch), arrived.last_token
     if part.first:
         last = arrived.at[batch.last_row].get(mode="clip")
         token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
         x = model.embed(token_ids, batch.positions, shard, product)
-        if states is not None and isinstance(model, Transformer) and model.states is not None:
-            x = model.states(x, states, product)
         if isinstance(model, Transformer):
             layer_inputs = model.layer_inputs(token_ids, x, shard, product)
+            if before is not None and model.states is not None:
+                x, of_attention = model.states(x, before, product)
+                layer_inputs = None if of_attention is None else of_attention[:, None]
     else:
         x = arrived
     attend = stage.host_buffer.bind(layout, batch, buffer)
@@ -174,17 +176,18 @@ def forward(
         x = x.at[last_token_index].get(mode="clip")
     if stage.config.reads is not None:
         row = SamplerArrays(*batch.sampler).row
-        caches = [*caches, newest_state(newest_in(extra).at[row].set(x, mode="drop"))]
+        output = model.final_states(x, product) if stage.config.reads.norm_output else x
+        caches = [*caches, newest_state(newest_in(extra).at[row].set(output, mode="drop"))]
     return (model.logits(x, shard, product), hidden), caches, routed
 
 
-def _states_before(head: "HeadInput", newest: Array, batch: FlatArrays) -> Array:
-    """The states [T, s] before a head's tokens: the served model's, or the head's own output."""
+def _states_before(head: "HeadInput", newest: Array, batch: FlatArrays) -> StatesBefore:
+    """The states before a head's tokens, of which `newest` [n_rows, H] has the head's own."""
     block_size = head.states.shape[2]
     block = head.of_block.at[batch.slot_of_token // block_size].get(mode="clip")
     served = head.states.at[block, 0, batch.slot_of_token % block_size].get(mode="clip")
     own = newest.at[batch.last_row].get(mode="clip")
-    return jnp.where((batch.take_last == 1)[:, None], own, as_numbers(served))
+    return StatesBefore(as_numbers(served), own, batch.take_last == 1)
 
 
 def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:

@@ -23,7 +23,9 @@ from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense, Forms, WeightForm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "relu2", "xielu"]
-Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms"]
+Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms", "joined"]
+# The formula of a head that drafts: DeepSeek-V3's next-token layer, or EAGLE-3.
+HeadKind = Literal["next_token", "eagle3"]
 
 LAYER_NORM = Norm()
 _FIXED = (
@@ -39,6 +41,7 @@ _NORMS: dict[str, tuple[str, ...]] = {
     "after": ("attn_out_norm", "mlp_out_norm"),
     "parallel": ("attn_norm",),
     "parallel_two_norms": ("attn_norm", "mlp_norm"),
+    "joined": ("mlp_norm",),
 }
 
 
@@ -95,10 +98,11 @@ class Layer:
     """A Transformer layer: f is attention, then feed-forward. `residual` says where the norms are.
 
     pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)). parallel: x
-    + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one for each. The
-    result of f is multiplied by `residual_multiplier` before the sum. With `cross`, which pre and post allow,
-    attention to the encoder's states comes between the two, with `cross_norm`. `forms` says how devices hold
-    its weights.
+    + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one for each.
+    joined, in a head alone (`ReadStates`): pre, but attention takes an input of 2 H elements in place of
+    norm(x). The result of f is multiplied by `residual_multiplier` before the sum. With `cross`, which pre
+    and post allow, attention to the encoder's states comes between the two, with `cross_norm`. `forms` says
+    how devices hold its weights.
 
     With a `recurrence` the layer mixes tokens through a state of fixed size, mostly without attention. With
     both, and the residual `pre`, each takes the same normalised x, and their results are multiplied by
@@ -321,15 +325,32 @@ class ReadStates:
 
     For each token they are the inputs of the served model's `layers`, side by side, `size` elements each; its
     number of layers stands for the last layer's output after the final norm. The head computes a token from
-    its embedding and the states of the token before it.
+    its embedding e and the states s of the token before it, or its own output where it has drafted that.
+
+    next_token (DeepSeek-V3, equation 21): the layer's input x is project [norm(e); norm(s)]. eagle3 (Li et
+    al., 2025): x is project s, or the head's own output, and attention takes [norm(e); norm(x)]. An eagle3
+    head has three options. With `norm_first` x is normalised before the residual too; with `norm_states` s
+    is; with `norm_output` the head goes on from its output after the final norm.
+
+    It may draft only some tokens: then it has logits of `n_drafted` tokens, whose ids are weights. With
+    `shares_embedding` it has the served model's token embedding, which is not among its weights.
     """
 
     layers: tuple[int, ...]
     size: int
+    kind: HeadKind = "next_token"
+    norm_first: bool = False
+    norm_states: bool = False
+    norm_output: bool = False
+    n_drafted: int | None = None
+    shares_embedding: bool = False
 
     def __post_init__(self) -> None:
         check_size("hidden_size", self.size)
+        check_choice("kind of head", self.kind, HeadKind)
         check_whole("layers that a head reads", len(self.layers), 1, 3)
+        if self.n_drafted is not None:
+            check_size("vocab_size", self.n_drafted)
 
     @property
     def width(self) -> int:
@@ -394,6 +415,9 @@ class ModelConfig:
         check_positive("logit_multiplier", self.logit_multiplier)
         if self.logit_soft_cap is not None:
             check_positive("logit_soft_cap", self.logit_soft_cap)
+        joined = self.reads is not None and self.reads.kind == "eagle3"
+        if any((layer.residual == "joined") is not joined for layer in self.layers):
+            raise ConfigError("residual is 'joined', which only the layer of an EAGLE-3 head can be")
         self._check_heads()
         self._check_encoder()
         self._check_packed()

@@ -7,9 +7,10 @@ what it needs of the other.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 from orca_jax.errors import ConfigError
-from orca_jax.families.hf_config import HFConfig
+from orca_jax.families.hf_config import HFConfig, read_hf_config
 from orca_jax.families.model_config import ModelConfig, ReadStates
 from orca_jax.families.parameters import HEAD, TOKEN_EMBEDDING
 from orca_jax.families.quantization_config import quantized_forms
@@ -38,8 +39,12 @@ def next_token_model(model: ModelConfig) -> ModelConfig:
     )
 
 
-def next_token_head(config: HFConfig) -> HFConfig:
-    """The head of one layer in a checkpoint, by its names there. Raises ConfigError if there can be none."""
+def next_token_head(directory: Path) -> HFConfig:
+    """The head of one layer in a checkpoint, by its names there.
+
+    Raises ConfigError if there can be none, or as `read_hf_config`.
+    """
+    config = read_hf_config(directory)
     family, n_layers = config.family, config.model.n_layers
     if not family.further:
         raise ConfigError(

@@ -16,7 +16,7 @@ An axis is written in letters, and its size is their product; a digit is a size,
     Z  numbers of a learned activation    B  channels of a convolution     J  its width in tokens
     R  heads of a recurrence              T  elements of a head's result
     O  elements of all heads' results     I  rows of a recurrence's projections together
-    s  elements of the states that a head reads
+    s  elements of the states that a head reads     v  tokens that it can draft
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
@@ -28,8 +28,9 @@ K D, H] slices 0 to G - 1 are queries, slice G keys and slice G + 1 values; head
 * G + g of a checkpoint. The input of `out` [H, G, K D] has the same order, but in a form with flat inputs it
 is [H, K G D], in a checkpoint's order. With one query head for each K/V
 head these are [3, K D, H] and [H, K D]. Where values are keys, `qkv` lacks the last slice, and where both are
-another layer's the last two. With an output gate `qkv` [2 G + 2, K D, H] begins with the gates' slices. A
-gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H] has the keys, then the values.
+another layer's the last two. With an output gate `qkv` [2 G + 2, K D, H] begins with the gates' slices. In a
+`joined` layer its inputs are 2 H. A gated `up` [2, F, H] has the gate, then up. `cross_kv` [2, K D, H] has
+the keys, then the values.
 
 Latent attention keeps a checkpoint's order of heads. `q_b` [N Q, A] (without compression `q` [N Q, H]) has
 for each head its unrotated rows, then its rotated rows; `kv_b` [N M, C] has for each head the rows of its
@@ -54,7 +55,7 @@ import numpy.typing as npt
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
-from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
+from orca_jax.families.model_config import FeedForward, Layer, ModelConfig, ReadStates
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.families.weight_form import (
@@ -72,6 +73,8 @@ _HEADS = frozenset("KN")
 # The smallest part of an expert that keeps a matrix unit busy: a tile of a GPU, eight vectors of a CPU.
 EXPERT_SHARE = 128
 TOKEN_EMBEDDING, HEAD, HEAD_BIAS = "token_embedding", "head.weight", "head.bias"
+# Row i of the head is the logit of token i + offsets[i], in a head that drafts only some tokens.
+HEAD_OFFSETS = "head.offsets"
 
 Initial = Literal["normal", "ones", "zeros"]  # normal: with deviation 0.02, as GPT-2 was initialised
 Use = Literal["embedding", "linear", "expert", "bias", "norm", "head"]
@@ -333,7 +336,8 @@ def _of_attention(layer: Layer, attention: Attention, sizes: Mapping[str, int]) 
 
     if (latent := attention.latent) is None:
         slices = "G+G+2" if attention.output_gate else ("G", "G+1", "G+2")[attention.kv_slices]
-        linear("qkv", (slices, "KD"), ("H",), attention.qkv_bias)
+        into = "2H" if layer.residual == "joined" else "H"
+        linear("qkv", (slices, "KD"), (into,), attention.qkv_bias)
         linear("out", ("H",), heads, attention.out_bias)
     else:
         if latent.query_rank is None:
@@ -509,9 +513,10 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
     """Non-layer weights initialised before the layers, and after."""
     sizes = _sizes(config)
     tied = config.embedding.tied
-    before = {
-        TOKEN_EMBEDDING: _parameter(("V", "E"), sizes, "normal", "embedding", "both" if tied else "first")
-    }
+    before = dict[str, Parameter]()
+    if config.reads is None or not config.reads.shares_embedding:
+        stage: Stage = "both" if tied else "first"
+        before[TOKEN_EMBEDDING] = _parameter(("V", "E"), sizes, "normal", "embedding", stage)
     if config.positions is not None:
         before["position_embedding"] = _parameter(("P", "H"), sizes, "normal", "embedding", "first")
     if config.embedding.n_segments:
@@ -534,10 +539,7 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         before["project_in"] = _parameter(("H", "E"), sizes, "normal", "linear", "first")
         before["project_out"] = _parameter(("E", "H"), sizes, "normal", "linear", "last")
     if config.reads is not None:
-        own = sizes | {"s": config.reads.width}
-        for name, axis in (("states.embedding_norm", "H"), ("states.norm", "s")):
-            before |= _norm(name, config.layers[0].norm, own, "first", axes=(axis,))
-        before["states.project"] = _parameter(("H", "H+s"), own, "normal", "linear", "first")
+        before |= _of_states(config, config.reads, sizes)
     after = {} if config.final_norm is None else _norm("final_norm", config.final_norm, sizes, "last")
     if encoder is not None and encoder.final_norm is not None:
         after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "first")
@@ -546,7 +548,12 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         for name, axes in (("ranker.dense", ("H", "H")), ("ranker.out", ("r", "H"))):
             after[f"{name}.weight"] = _parameter(axes, own, "normal", "linear", "last")
             after[f"{name}.bias"] = _parameter(axes[:1], own, "zeros", "bias", "last")
-    if not tied:
+    n_drafted = None if config.reads is None else config.reads.n_drafted
+    if n_drafted is not None:
+        own = sizes | {"v": n_drafted}
+        after[HEAD] = _parameter(("v", "E"), own, "normal", "head", "last")
+        after[HEAD_OFFSETS] = replace(_parameter(("v",), own, "zeros", "bias", "last"), form=EXACT)
+    elif not tied:
         after[HEAD] = _parameter(("V", "E"), sizes, "normal", "head", "last")
     if config.head_bias:
         after[HEAD_BIAS] = _parameter(("V",), sizes, "zeros", "bias", "last")
@@ -559,6 +566,19 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         }
 
     return on_stage(before), on_stage(after)
+
+
+def _of_states(config: ModelConfig, reads: ReadStates, sizes: Mapping[str, int]) -> dict[str, Parameter]:
+    """The weights with which a head takes a token's embedding and the states before it."""
+    sizes = {**sizes, "s": reads.width}
+    fused = reads.kind == "eagle3"
+    norms = [("states.embedding_norm", "H"), ("states.norm", "H" if fused else "s")]
+    norms += [("states.input_norm", "s")] if reads.norm_states else []
+    found = dict[str, Parameter]()
+    for name, axis in norms:
+        found |= _norm(name, config.layers[0].norm, sizes, "first", axes=(axis,))
+    into = "s" if fused else "H+s"
+    return found | {"states.project": _parameter(("H", into), sizes, "normal", "linear", "first")}
 
 
 def _norm(

@@ -31,7 +31,8 @@ class StoredName:
     number, and "{x}" an expert's: then each expert has these tensors. With `transpose` they are stored [in,
     out], and with `reshape` neighbouring axes merge into one of ours. `heads` is the order of heads, ours by
     default. `one_row` is a vector stored as a matrix of one row, and `depthwise` a convolution's [C, W]
-    stored [C, 1, W]. The last `n_scalars` tensors are numbers without an axis.
+    stored [C, 1, W]; `whole_numbers` are stored as integers. The last `n_scalars` tensors are numbers without
+    an axis.
 
     With `by_expert` the tensors have an axis of experts before all others. Then `alternating` interleaves the
     rows of gate and up, and `mxfp4` is a pair of tensors with packed numbers and the scale of each 32.
@@ -46,6 +47,7 @@ class StoredName:
     one_row: bool = False
     n_scalars: int = 0
     depthwise: bool = False
+    whole_numbers: bool = False
     by_expert: bool = False
     alternating: bool = False
     mxfp4: bool = False
@@ -178,6 +180,11 @@ def one_row(name: str) -> StoredName:
 def numbers(place: str, *, vectors: tuple[str, ...], scalars: tuple[str, ...]) -> StoredName:
     """Single numbers at `place`, a vector of one element each, or a scalar without an axis."""
     return StoredName(tuple(f"{place}{name}" for name in (*vectors, *scalars)), n_scalars=len(scalars))
+
+
+def whole_numbers(name: str) -> StoredName:
+    """A vector of integers."""
+    return StoredName((name,), whole_numbers=True)
 
 
 def depthwise(name: str) -> StoredName:

@@ -130,7 +130,15 @@ def loaded_engine(
     loaded = None
     if draft is not None and place is not None:
         loaded = local_draft_engine(
-            draft, place, config, serving, model, rooms, jnp.dtype(dtype), on_program=on_program
+            draft,
+            place,
+            config,
+            serving,
+            model,
+            parameters[0],
+            rooms,
+            jnp.dtype(dtype),
+            on_program=on_program,
         )
     buckets = serving_buckets(serving)
     built = build_engine(
@@ -176,10 +184,12 @@ def loaded_engine(
         dtype=jnp.dtype(dtype),
         module=shapes_of_module(found, config, jnp.dtype(dtype)),
     )
+    if loaded is not None:
+        memory = MemoryWithDraft(memory, loaded.engine, partial(loaded.share, built.workers.workers[0]))
     return BuiltEngine(
         engine=built.engine,
         kv=built.kv,
-        memory=memory if drafter is None else MemoryWithDraft(memory, drafter),
+        memory=memory,
         drafter=drafter,
         model=model,
         serving=serving,

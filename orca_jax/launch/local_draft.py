@@ -21,12 +21,15 @@ from orca_jax.execution.capacity import check_weights, stage_room
 from orca_jax.execution.programs import OnProgram
 from orca_jax.execution.served_states import ServedStates
 from orca_jax.execution.worker import Worker
+from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head
+from orca_jax.families.parameters import HEAD_OFFSETS, TOKEN_EMBEDDING
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model.transformer import Parameters
+from orca_jax.model_files.draft_model import eagle3_reader
 from orca_jax.model_files.found_model import FoundModel
 from orca_jax.planning.draft_model import (
     check_draft_model,
@@ -69,9 +72,10 @@ def draft_place(name: str, model: ModelConfig, config: EngineConfig, dtype: jnp.
 
 
 class LoadedDraft(NamedTuple):
-    """A draft model's engine, and a head's way to the states that it reads."""
+    """A draft model's engine and weights, and a head's way to the states that it reads."""
 
     engine: DraftEngine
+    memory: LocalMemory
     states: ServedStates | None
 
     def read(self, served: Worker, kv: KVManager) -> None:
@@ -80,6 +84,11 @@ class LoadedDraft(NamedTuple):
             self.states.read = lambda: served.kept_states
             self.engine.served = ServedCache(kv, self.states.of_block)
 
+    def share(self, served: Worker) -> None:
+        """Let a head without an embedding of its own have that of the served model's worker."""
+        if _shares_embedding(self.engine.model):
+            self.memory.share(TOKEN_EMBEDDING, served)
+
 
 def local_draft_engine(
     found: FoundModel,
@@ -87,6 +96,7 @@ def local_draft_engine(
     config: EngineConfig,
     serving: ServingConfig,
     served: ModelConfig,
+    parameters: Parameters,
     rooms: Sequence[StageRoom],
     dtype: jnp.dtype,
     *,
@@ -94,11 +104,13 @@ def local_draft_engine(
 ) -> LoadedDraft:
     """Load the draft model `found`, beside the model `served` with these sizes on these stages.
 
-    Raises a CheckpointError.
+    `parameters` are the weights of the served model's first stage. Raises a CheckpointError.
     """
     model, part = place.model, place.part
     sizes = draft_serving(serving, n_slots=serving.n_slots, prefix_caching=serving.scheduling.prefix_caching)
-    weights, worker = _weights(found, model, part, config, dtype), None
+    weights, worker = _weights(found, model, served, part, config, dtype), None
+    if _shares_embedding(model):
+        weights = {TOKEN_EMBEDDING: parameters[TOKEN_EMBEDDING], **weights}
     if model.reads is not None:
         worker = _head_worker(model, weights, sizes, part, config, engine_shape(served, serving, n_workers=1))
     built = build_engine(
@@ -111,15 +123,16 @@ def local_draft_engine(
         on_program=on_program,
     )
     device = device_name(part.group.devices[0])
+    memory = LocalMemory(built.workers.workers, stored=found.config, model=model, dtype=dtype)
     engine = DraftEngine(
         built.engine,
         built.kv,
         model=model,
         config=sizes,
         costs=draft_costs(sizes, model, place.room, served, rooms, device=device),
-        memory=LocalMemory(built.workers.workers, stored=found.config, model=model, dtype=dtype),
+        memory=memory,
     )
-    return LoadedDraft(engine, None if worker is None else worker.states)
+    return LoadedDraft(engine, memory, None if worker is None else worker.states)
 
 
 def _head_worker(
@@ -144,13 +157,27 @@ def _head_worker(
     return worker
 
 
+def _shares_embedding(model: ModelConfig) -> bool:
+    """Whether the model is a head that has the served model's embedding."""
+    return model.reads is not None and model.reads.shares_embedding
+
+
 def _weights(
-    found: FoundModel, model: ModelConfig, part: StagePart, config: EngineConfig, dtype: jnp.dtype
+    found: FoundModel,
+    model: ModelConfig,
+    served: ModelConfig,
+    part: StagePart,
+    config: EngineConfig,
+    dtype: jnp.dtype,
 ) -> Parameters:
     placement = part.placement(model)
     if config.load_format == "dummy":
         return random_parameters(model, config.seed or 0, dtype, placement)
     assert found.directory is not None
+    read = read_hf_config
+    if model.reads is not None:
+        own = model.reads.kind == "eagle3"
+        read = partial(eagle3_reader, served=served) if own else next_token_head
     (weights,) = load_checkpoint(
         found.directory,
         dtype=dtype,
@@ -159,23 +186,38 @@ def _weights(
         packed=model.has_packed_experts,
         forms=model.weight_forms,
         placements=[placement],
-        part=None if model.reads is None else next_token_head,
+        read=read,
     ).stages
+    if HEAD_OFFSETS in weights:
+        _check_offsets(weights[HEAD_OFFSETS], model.vocab_size, found.directory)
     return weights
+
+
+def _check_offsets(offsets: jax.Array, vocab_size: int, directory: Path) -> None:
+    """Raise TensorMismatch unless a head's tokens are different ones of the vocabulary."""
+    token_ids = np.arange(len(offsets)) + np.asarray(offsets).astype(np.int64)
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size or len({*token_ids.tolist()}) < len(token_ids):
+        raise TensorMismatch(
+            f"{directory}: tensor 'd2t': expected the distance of each token to a different one of "
+            f"{vocab_size}, found tokens from {token_ids.min()} to {token_ids.max()}, "
+            f"{len({*token_ids.tolist()})} of {len(token_ids)} different"
+        )
 
 
 class MemoryWithDraft:
     """An EngineMemory of the served model and its draft model.
 
     New weights whose names begin with "draft." are the draft model's; without any it keeps those that it has.
-    A head's are read with the served model's from a directory that has them.
+    Those of a head in the served model's checkpoint are read with the model's from a directory that has them.
+    `share` is called when the served model's weights are others, or in other places.
     """
 
-    def __init__(self, served: EngineMemory, draft: DraftEngine) -> None:
+    def __init__(self, served: EngineMemory, draft: DraftEngine, share: Callable[[], None]) -> None:
         assert draft.memory is not None
         self._served = served
         self._draft = draft
         self._of_draft = draft.memory
+        self._share = share
 
     def prepare(
         self, weights: object, *, cast: bool, lora_scale: float, layout: Layout | None = None
@@ -198,12 +240,14 @@ class MemoryWithDraft:
         """Install new weights. A head's keys and values depend on the served model's too."""
         for part in parts:
             part()
+        self._share()
         if drafts_change or self._draft.model.reads is not None:
             self._draft.forget()
 
     def _of_head(self, read: Callable[[], Callable[[], None]]) -> list[Callable[[], None]]:
         """A function that installs the head's weights in a directory; nothing if it has none."""
-        if self._draft.model.reads is None:
+        reads = self._draft.model.reads
+        if reads is None or reads.kind == "eagle3":  # which has a directory of its own
             return []
         try:
             return [read()]
@@ -219,6 +263,7 @@ class MemoryWithDraft:
     def restore(self) -> None:
         self._served.restore()
         self._of_draft.restore()
+        self._share()
 
 
 def _split(weights: object) -> tuple[object, dict[str, Any]]:

@@ -21,6 +21,7 @@ from orca_jax.errors import ConfigError, CorruptFile, EngineError, TensorMismatc
 from orca_jax.execution.stage import StageWeights
 from orca_jax.execution.worker import Worker
 from orca_jax.families.attention_config import Attention
+from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head
 from orca_jax.families.parameters import Parameter, attention_of, parameter_table
@@ -134,6 +135,16 @@ class LocalMemory:
             self._has_caches = True
         give_back()  # the copies of weights in host memory
 
+    def share(self, name: str, served: Worker) -> None:
+        """Hold another worker's weight in place of one's own.
+
+        While that worker has it in host memory nothing is done; another call must follow `restore`.
+        """
+        weight = served.stage.parameters[name]
+        for stage in self._stages_of(name):
+            if jax.tree.leaves(weight):
+                stage.replace(name, weight)
+
     def adapt(self, directory: Path | None) -> None:
         if directory is None:
             self._merge({}, 1.0)
@@ -218,8 +229,8 @@ def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Source]:
 
     Raises a CheckpointError; TensorMismatch if the checkpoint is of another model.
     """
-    part = None if model.reads is None else next_token_head
-    found, parts = find_parameters(directory, model.attention.kv_repeats, forms=model.weight_forms, part=part)
+    read = read_hf_config if model.reads is None else next_token_head
+    found, parts = find_parameters(directory, model.attention.kv_repeats, forms=model.weight_forms, read=read)
     # The end-of-sequence tokens may come from other files, and padding and states are what the devices hold.
     same = ("eos_token_ids", "vocab_multiple", "kept_states")
     found = replace(found, **{name: getattr(model, name) for name in same})

@@ -138,6 +138,12 @@ def _pre(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     return block.fed(x, ctx)
 
 
+def _joined(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
+    """The form of an EAGLE-3 head, whose attention takes embeddings joined with x (read_states.py)."""
+    assert ctx.layer_input is not None
+    return block.fed(ctx.wanted(x) + block.scaled(block.attention(ctx.layer_input, ctx)), ctx)
+
+
 def _post(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     attended = block.scaled(block.attention(x, ctx))
     x = block.attn_norm(ctx.wanted(x) + attended)
@@ -184,6 +190,7 @@ _RESIDUAL_FORMS: Mapping[Residual, Callable[[Block, jax.Array, Context], jax.Arr
     "after": _after,
     "parallel": _parallel,
     "parallel_two_norms": _parallel_two_norms,
+    "joined": _joined,
 }
 
 

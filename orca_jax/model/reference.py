@@ -29,13 +29,15 @@ def forward(
     *,
     routed: list[jax.Array] | None = None,
     states: jax.Array | None = None,
+    outputs: jax.Array | None = None,
     passed: list[jax.Array] | None = None,
 ) -> jax.Array:
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
 
     A model with an encoder needs the encoder's input `encoder_ids` [S] int32, which may end with padding ids
     below 0; `token_ids` are then the decoder's. The experts of each sparse layer, [T, k], are appended to
-    `routed`. A head needs the `states` [T, s] before its tokens. Each layer's input, the last one's output
+    `routed`. A head needs the `states` [T, s] before its tokens; an EAGLE-3 head has only those before its
+    first tokens, and before the last ones its own `outputs` [n, H]. Each layer's input, the last one's output
     and that after the final norm, [T, H] each, are appended to `passed`.
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
@@ -360,6 +362,9 @@ def forward(
                     x = x + m * cross_attention(layer.cross, name, n("cross_norm", x), encoded)
                 if f is not None:
                     x = x + m * feed_forward(f, name, n("mlp_norm", x))
+            case "joined":
+                x = x + m * mixed(layer, name, joined, real)
+                x = x + m * feed_forward(f, name, n("mlp_norm", x))
             case "post":
                 x = n("attn_norm", x + m * mixed(layer, name, x, real))
                 if layer.cross is not None:
@@ -404,11 +409,18 @@ def forward(
         projected = (x @ p["inputs.project"].T).reshape(inputs.shape) / math.sqrt(config.hidden_size)
         projected = norm(config.layers[0].norm, "inputs.norm", projected)
         inputs = (inputs * math.sqrt(config.input_size) + projected) / math.sqrt(2)
-    if config.reads is not None:  # DeepSeek-V3, equation 21
+    joined = x
+    if config.reads is not None:
         assert states is not None
-        own = norm(config.layers[0].norm, "states.embedding_norm", x)
-        before = norm(config.layers[0].norm, "states.norm", states)
-        x = jnp.concatenate([own, before], axis=1) @ p["states.project"].T
+        kind, own = config.layers[0].norm, norm(config.layers[0].norm, "states.embedding_norm", x)
+        if config.reads.kind == "next_token":  # DeepSeek-V3, equation 21
+            x = jnp.concatenate([own, norm(kind, "states.norm", states)], axis=1) @ p["states.project"].T
+        else:  # EAGLE-3, section 3.1: only the served model's states are fused
+            fused = norm(kind, "states.input_norm", states) if config.reads.norm_states else states
+            before = [fused @ p["states.project"].T, *([] if outputs is None else [outputs])]
+            x = jnp.concatenate(before)
+            normed = norm(kind, "states.norm", x)
+            x, joined = normed if config.reads.norm_first else x, jnp.concatenate([own, normed], axis=1)
     between = [x]
     for i, layer in enumerate(config.layers):
         x = through(layer, f"layers.{i}", x, jnp.ones(len(token_ids), bool))
@@ -422,7 +434,11 @@ def forward(
     head = p["token_embedding"] if config.embedding.tied else p["head.weight"]
     logits = (x @ head.T + p.get("head.bias", 0))[:, : config.vocab_size] * config.logit_multiplier
     cap = config.logit_soft_cap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+    if "head.offsets" not in p:
+        return logits
+    places = (jnp.arange(len(head)) + p["head.offsets"].astype(int))[:, None] == jnp.arange(config.vocab_size)
+    return jnp.where(places.any(axis=0), logits @ places, -jnp.inf)
 
 
 _ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {

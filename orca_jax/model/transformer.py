@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import ENCODER, HEAD, HEAD_BIAS, Parameter, parameter_table
+from orca_jax.families.parameters import (
+    ENCODER,
+    HEAD,
+    HEAD_BIAS,
+    HEAD_OFFSETS,
+    Parameter,
+    parameter_table,
+)
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense
 from orca_jax.model.adapted import AdaptedWeight
@@ -115,6 +122,8 @@ class Transformer(nnx.Module):
             has_head = HEAD in parameters or not config.embedding.tied
             self.head = Linear(parameters[HEAD], None) if has_head else None
             self.head_bias = nnx.Param(parameters[HEAD_BIAS]) if config.head_bias else None
+            some = config.reads is not None and config.reads.n_drafted is not None
+            self.head_offsets = nnx.Param(parameters[HEAD_OFFSETS]) if some else None
             names = ("dense", "out") if config.ranker else ()
             self.ranker = nnx.List(
                 [
@@ -215,6 +224,7 @@ class Transformer(nnx.Module):
             out = run(block, only_wanted, x, held, rotations[block.config.rotary], own)
             if out.mixed is not None and not block.config.has_both:
                 before_last = out.mixed
+            own = None if self.config.input_size is None else own  # a head's input is not carried
             further = [out.mixed if block.config.has_both else None, own]
             needed = [before_last, *(each for each in further if each is not None)]
             before_last = needed[0] if len(needed) == 1 else jnp.concatenate(needed, axis=1)
@@ -294,7 +304,15 @@ class Transformer(nnx.Module):
         logits = shard.side_by_side(logits)[:, : self.config.vocab_size]
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
-        return soft_cap(logits, self.config.logit_soft_cap)
+        return self._of_all_tokens(soft_cap(logits, self.config.logit_soft_cap))
+
+    def _of_all_tokens(self, logits: jax.Array) -> jax.Array:
+        """Place logits [R, v] of the tokens that a head drafts among those of all tokens, [R, V]."""
+        if self.head_offsets is None:
+            return logits
+        token_ids = jnp.arange(logits.shape[1]) + self.head_offsets[...].astype(jnp.int32)
+        others = jnp.full((logits.shape[0], self.config.vocab_size), -jnp.inf, logits.dtype)
+        return others.at[:, token_ids].set(logits, mode="drop")
 
 
 def _within(parameters: Parameters, prefix: str) -> Parameters:

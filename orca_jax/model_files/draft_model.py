@@ -1,11 +1,12 @@
-"""Drafters with weights: a smaller model with the same tokenizer (draft:MODEL), or a head (mtp)."""
+"""Drafters with weights: a smaller model with the same tokenizer (draft:MODEL), or a head (mtp, eagle3)."""
 
 from dataclasses import replace
 from pathlib import Path
 
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError, DifferentTokenizer, shown
-from orca_jax.families.hf_config import read_hf_config
+from orca_jax.families.eagle3 import eagle3_head
+from orca_jax.families.hf_config import HFConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head, next_token_model
 from orca_jax.families.presets import PRESETS
@@ -13,6 +14,7 @@ from orca_jax.families.trainers.orca_json import is_orbax
 from orca_jax.gguf_file import is_gguf
 from orca_jax.model_files.found_model import FoundModel, find_config, find_model, is_function
 from orca_jax.model_files.locate import find_directory
+from orca_jax.model_files.weight_files import tensor_names
 
 _ADVICE = "a draft model must have the tokenizer of the served model, as smaller models of its family have"
 
@@ -23,8 +25,10 @@ def find_draft_model(found: FoundModel, config: EngineConfig) -> FoundModel | No
     With the `load_format` dummy it may be a preset too. Raises DifferentTokenizer, another ConfigError or a
     CheckpointError.
     """
+    if config.eagle3_head is not None:
+        return _eagle3_head(found, config.eagle3_head, config)
     if config.draft_head:
-        return _next_token_head(found, config)
+        return _next_token_head(found)
     name = _name(config)
     if name is None:
         return None
@@ -35,13 +39,42 @@ def find_draft_model(found: FoundModel, config: EngineConfig) -> FoundModel | No
 
 def find_draft_config(config: EngineConfig) -> ModelConfig | None:
     """The config of the model that drafts, without its weights and tokenizer; None if none does."""
+    if config.eagle3_head is not None:
+        served = find_config(config.model, config.load_format)
+        return eagle3_reader(_eagle3_directory(config.eagle3_head, weights=False), served).model
     if config.draft_head:
         return _next_token_config(config)
     name = _name(config)
     return None if name is None else find_config(name, config.load_format)
 
 
-def _next_token_head(found: FoundModel, config: EngineConfig) -> FoundModel:
+def eagle3_reader(directory: Path, served: ModelConfig) -> HFConfig:
+    """Read the EAGLE-3 head in a directory, which drafts for `served`. Raises as `eagle3_head`."""
+    return eagle3_head(directory, served, tensor_names(directory))
+
+
+def _eagle3_head(found: FoundModel, name: str, config: EngineConfig) -> FoundModel:
+    if found.user_model is not None:
+        raise ConfigError(
+            f"speculative is {config.speculative!r}, and a model of your own keeps no states for a head; "
+            "choose ngram or suffix"
+        )
+    directory = _eagle3_directory(name, weights=config.load_format != "dummy")
+    head = eagle3_reader(directory, found.config)
+    return replace(found, name=config.speculative, config=head.model, directory=directory, note=head.note)
+
+
+def _eagle3_directory(name: str, *, weights: bool) -> Path:
+    directory = find_directory(name, weights=weights)
+    if is_gguf(directory) or is_orbax(directory):
+        raise ConfigError(
+            f"speculative is 'eagle3:{shown(name)}', which is no Hugging Face directory with safetensors; "
+            "EAGLE-3 heads are read from such alone"
+        )
+    return directory
+
+
+def _next_token_head(found: FoundModel) -> FoundModel:
     """The head in the checkpoint of `found`; the dummy's is random, whatever the family publishes."""
     if found.user_model is not None:
         raise ConfigError("speculative is 'mtp', and a model of your own has no such head; choose ngram")
@@ -62,7 +95,7 @@ def _head_in(directory: Path) -> ModelConfig:
             f"speculative is 'mtp', and {shown(directory)} is no Hugging Face directory with safetensors, "
             "the one place from which the layer that predicts further tokens is read; choose ngram or suffix"
         )
-    return next_token_head(read_hf_config(directory)).model
+    return next_token_head(directory).model
 
 
 def _name(config: EngineConfig) -> str | None:

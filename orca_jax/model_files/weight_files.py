@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orca_jax.errors import CorruptFile, NotACheckpoint
-from orca_jax.families.strict_json import read_object, shown
+from orca_jax.families.strict_json import parse_object, read_object, shown
 from orca_jax.model_files.other_kinds import no_weights
 
 SINGLE = "model.safetensors"
@@ -24,6 +24,26 @@ class WeightFiles:
     paths: tuple[Path, ...]
     index: Path | None
     file_of: Mapping[str, str]
+
+
+def tensor_names(directory: Path) -> set[str] | None:
+    """The names of the tensors in a Hugging Face directory; None if it has no weights.
+
+    The reader of weights checks the files. Raises as `find_weight_files`.
+    """
+    if not any(os.path.exists(directory / name) for name in (SINGLE, INDEX)):
+        return None
+    files = find_weight_files(directory)
+    if files.index is not None:
+        return {*files.file_of}
+    (path,) = files.paths
+    try:
+        with path.open("rb") as file:
+            n_bytes = int.from_bytes(file.read(8), "little")
+            header = file.read(min(n_bytes, _MAX_INDEX_BYTES))
+    except OSError as error:
+        raise NotACheckpoint(f"{shown(path)} cannot be read: {error.strerror}") from error
+    return {*parse_object(header, path)}
 
 
 def find_weight_files(directory: Path) -> WeightFiles:

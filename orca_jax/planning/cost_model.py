@@ -194,7 +194,7 @@ def operations(
         # Read a row of each table per token, and write the sum.
         n_embed_bytes = weight_bytes * sums.n_tokens * model.hidden_size
         n_embed_bytes += sums.n_tokens * sum(table.row_bytes(weight_bytes) for table in stage.tables)
-        n_embed_flops = sums.n_tokens * model.hidden_size * (len(stage.tables) - 1)
+        n_embed_flops = sums.n_tokens * model.hidden_size * max(0, len(stage.tables) - 1)
         result.append(Operation("embed", n_embed_bytes, n_embed_flops))
         result += [linear(product, sums.n_tokens) for product in stage.before]
     for products, own, count in stage.layers:

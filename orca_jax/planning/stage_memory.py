@@ -216,6 +216,8 @@ def temporary_bytes(
     needed += _rotation_bytes(config, layers, n_tokens)
     if layers.start == 0:  # all layers' own inputs: the rows of a table, what is projected, their sum
         needed += 3 * n_tokens * config.n_layers * (config.input_size or 0) * itemsize
+    if config.reads is not None:  # the states that a head reads, and what its layer makes of them
+        needed += n_tokens * (config.reads.width + 4 * config.hidden_size) * itemsize
     if layers.stop == config.n_layers:
         # The full sampler keeps each row's probabilities. Scoring keeps logits and candidates for the most
         # likely tokens; on a CPU it sorts whole rows with their indices.

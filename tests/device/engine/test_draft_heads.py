@@ -1,12 +1,10 @@
 """Heads that draft from the served model's hidden states: the published formula, and the same tokens."""
 
 import json
-from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,33 +13,23 @@ from safetensors.numpy import load_file
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig
-from orca_jax.engine.draft_engine import DraftEngine
-from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.errors import ConfigError, TensorMismatch
-from orca_jax.execution.worker import LocalWorkers
-from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head
-from orca_jax.iteration.rows import drafted
-from orca_jax.iteration.shape import serving_buckets
-from orca_jax.launch import local_draft
-from orca_jax.model import reference
-from orca_jax.request.request import Request
-from orca_jax.service.generation import GenerationResult
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
-from tests.device.engine.planned_requests import assert_same_logprobs
+from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
+    PREFIX,
+    SIZES,
+    assert_same_results,
+    dense,
+    free_drafts,
+    hopeful,
+    recorded,
+)
 from tests.device.model.golden import DIRECTORY
 
+pytestmark = pytest.mark.usefixtures("free_drafts")
+
 DEEPSEEK, GLM = "deepseek-v3-groups-yarn-dense-first", "glm4-moe-norms-biases"
-SIZES: dict[str, Any] = {"max_batch_size": 16, "n_slots": 400, "max_batch_tokens": 16, "block_size": 4}
-PREFIX = [5, 9, 2, 14, 33, 21, 7, 7, 60]  # two full blocks
-
-
-@pytest.fixture(autouse=True)
-def _free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside so small a model the host's work is most of the time: its drafts would never be worth it."""
-    monkeypatch.setattr(
-        local_draft, "draft_costs", lambda sizes, *_, **__: [0.0] * len(serving_buckets(sizes))
-    )
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -73,69 +61,13 @@ def written(directory: Path, name: str, tensors: Tensors) -> Path:
     return write_checkpoint(directory, config_of(name), tensors)
 
 
-class Round(NamedTuple):
-    """A round of one request's drafts: the tokens before it, and each iteration's logits [V] of the head."""
-
-    token_ids: list[int]
-    logits: list[np.ndarray]
-
-
-def recorded(llm: LLM) -> list[Round]:
-    """Note the rounds of a head that drafts for one request at a time."""
-    made = llm.service.speculation
-    assert made is not None and isinstance(made.shared, DraftEngine)
-    assert isinstance(made.shared._engine, EngineMaster)
-    workers = made.shared._engine._workers
-    assert isinstance(workers, LocalWorkers)
-    rounds, draft, choose = list[Round](), made.shared.draft, workers._chooser.choose
-
-    def drafting(wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int] | None]:
-        ((req, _),) = wanted
-        rounds.append(Round([*req.prompt_ids, *req.output_ids], []))
-        return draft(wanted)
-
-    def choosing(raw: Any, *others: Any, **named: Any) -> Any:
-        rounds[-1].logits.append(np.asarray(raw)[0])
-        return choose(raw, *others, **named)
-
-    made.shared.draft = drafting  # type: ignore[method-assign]
-    workers._chooser.choose = choosing  # type: ignore[method-assign]
-    return rounds
-
-
-Dense = Callable[[Sequence[int], np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
-
-
-def dense(config: ModelConfig, parameters: Any) -> Dense:
-    """The reference's logits, last layer's output and final states of a text; a head needs states before it.
-
-    Texts are padded to one length, which changes nothing before.
-    """
-
-    @jax.jit
-    def run(ids: jax.Array, states: jax.Array) -> list[jax.Array]:
-        passed = list[jax.Array]()
-        return [reference.forward(config, parameters, ids, states=states, passed=passed), *passed[-2:]]
-
-    def of(token_ids: Sequence[int], states: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        n_more = 32 - len(token_ids)
-        ids = jnp.array([*token_ids, *[0] * n_more])
-        logits, output, final = run(ids, jnp.array(np.pad(states, ((0, n_more), (0, 0)))))
-        return tuple(np.asarray(each)[: len(token_ids)] for each in (logits, output, final))  # type: ignore[return-value]
-
-    return of
-
-
 @pytest.mark.parametrize("name", [DEEPSEEK, pytest.param(GLM, marks=pytest.mark.matrix)])
-def test_logits_of_the_published_formula(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("hopeful")
+def test_logits_of_the_published_formula(tmp_path: Path, name: str) -> None:
     """DeepSeek-V3, equations 21 to 23; after the first draft the head reads its own output."""
-    # Wrong drafts are followed by others at once.
-    monkeypatch.setattr(drafted, "_PAUSES", (0,))
-    hopeful = classmethod(lambda _, requests: [0.9] * len(requests))
-    monkeypatch.setattr(drafted.Drafted, "chances", hopeful)
     directory = written(tmp_path, name, with_next_layer(name))
     served = load_checkpoint(directory, dtype=jnp.float32)
-    head = load_checkpoint(directory, dtype=jnp.float32, part=next_token_head)
+    head = load_checkpoint(directory, dtype=jnp.float32, read=next_token_head)
     assert head.config.n_layers == 1
     with LLM(directory, speculative="mtp", speculative_tokens=3, **SIZES) as llm:
         rounds = recorded(llm)
@@ -146,35 +78,17 @@ def test_logits_of_the_published_formula(tmp_path: Path, name: str, monkeypatch:
     for text in whole:
         mine = [each for each in rounds if each.token_ids == text[: len(each.token_ids)]]
         assert len(mine) > 4 and sum(len(each.logits) == 3 for each in mine) > 3
-        _, _, states = of_served(text, np.zeros((0, 0)))
-        expected, _, _ = of_head(text[1:], states[:-1])
+        _, (*_, states) = of_served(text)
+        expected, _ = of_head(text[1:], states[:-1])
         for token_ids, logits in mine:
             np.testing.assert_allclose(logits[0], expected[len(token_ids) - 2], atol=1e-4, rtol=1e-4)
         for token_ids, logits in mine:
             known, before = token_ids[1:], states[: len(token_ids) - 1]
             for first, found in pairwise(logits):
-                _, outputs, _ = of_head(known, before)
+                _, (*_, outputs, _) = of_head(known, before)
                 known, before = [*known, int(first.argmax())], np.concatenate([before, outputs[-1:]])
-                expected, _, _ = of_head(known, before)
+                expected, _ = of_head(known, before)
                 np.testing.assert_allclose(found, expected[-1], atol=1e-4, rtol=1e-4)
-
-
-ASKED: list[dict[str, Any]] = [
-    {"temperature": 0.0, "logprobs": 2},
-    {"temperature": 0.9, "seed": 4, "logprobs": 1},
-    {"temperature": 0.7, "seed": 5, "top_p": 0.8},
-    {"temperature": 0.8, "seed": 1, "top_k": 5, "n": 2},
-    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
-]
-PROMPTS = [[*PREFIX, 3], [*PREFIX, 8, 1], [*PREFIX[:8], 44, 45, 46, 47], [7], [3, 1]]
-
-
-def results(directory: Path, speculative: str, **options: Any) -> tuple[list[GenerationResult], Any]:
-    params = [SamplingParams(max_tokens=24, ignore_eos=True, **asked) for asked in ASKED]
-    with LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **SIZES | options) as llm:
-        each = [(prompt, one) for one in params for prompt in PROMPTS]
-        found = llm.generate([prompt for prompt, _ in each], [one for _, one in each])
-        return found, llm.service
 
 
 @pytest.mark.matrix(but=["n_slots"])
@@ -184,15 +98,7 @@ def results(directory: Path, speculative: str, **options: Any) -> tuple[list[Gen
 def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
     """With room for all requests, with too little of it for those that are admitted, and without sharing."""
     directory = written(tmp_path, DEEPSEEK, knowing(with_next_layer(DEEPSEEK)))
-    plain, _ = results(directory, "off", **options)
-    with_drafts, service = results(directory, "mtp", **options)
-    made = service.speculation
-    assert made.n_drafted > made.n_accepted > 20
-    if "n_slots" in options:
-        assert service.scheduler.n_preemptions > 0
-    for theirs, ours in zip(plain, with_drafts, strict=True):
-        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
-        assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)
+    assert_same_results(directory, "mtp", **options)
 
 
 def knowing(tensors: Tensors, others: float = 0.01) -> Tensors:

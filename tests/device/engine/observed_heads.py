@@ -1,0 +1,134 @@
+"""Engines with a head that drafts: what it computes in each round, and the results with it and without."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orca_jax import LLM, SamplingParams
+from orca_jax.engine.draft_engine import DraftEngine
+from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.execution.worker import LocalWorkers
+from orca_jax.families.model_config import ModelConfig
+from orca_jax.iteration.rows import drafted
+from orca_jax.iteration.shape import serving_buckets
+from orca_jax.launch import local_draft
+from orca_jax.model import reference
+from orca_jax.request.request import Request
+from orca_jax.service.generation import GenerationResult
+from tests.device.engine.planned_requests import assert_same_logprobs
+
+SIZES: dict[str, Any] = {"max_batch_size": 16, "n_slots": 400, "max_batch_tokens": 16, "block_size": 4}
+PREFIX = [5, 9, 2, 14, 33, 21, 7, 7, 60]  # two full blocks
+
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.9, "seed": 4, "logprobs": 1},
+    {"temperature": 0.7, "seed": 5, "top_p": 0.8},
+    {"temperature": 0.8, "seed": 1, "top_k": 5, "n": 2},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.4},
+]
+PROMPTS = [[*PREFIX, 3], [*PREFIX, 8, 1], [*PREFIX[:8], 44, 45, 46, 47], [7], [3, 1]]
+
+
+@pytest.fixture
+def free_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside so small a model the host's work is most of the time: its drafts would never be worth it."""
+    monkeypatch.setattr(
+        local_draft, "draft_costs", lambda sizes, *_, **__: [0.0] * len(serving_buckets(sizes))
+    )
+
+
+@pytest.fixture
+def hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong drafts are followed by others at once, as many as are allowed."""
+    monkeypatch.setattr(drafted, "_PAUSES", (0,))
+    chances = classmethod(lambda _, requests: [0.9] * len(requests))
+    monkeypatch.setattr(drafted.Drafted, "chances", chances)
+
+
+class Round(NamedTuple):
+    """A round of one request's drafts: the tokens before it, and each iteration's logits [V] of the head."""
+
+    token_ids: list[int]
+    logits: list[np.ndarray]
+
+
+def head_engine(llm: LLM) -> DraftEngine:
+    made = llm.service.speculation
+    assert made is not None and isinstance(made.shared, DraftEngine)
+    return made.shared
+
+
+def head_workers(llm: LLM) -> LocalWorkers:
+    engine = head_engine(llm)._engine
+    assert isinstance(engine, EngineMaster) and isinstance(engine._workers, LocalWorkers)
+    return engine._workers
+
+
+def recorded(llm: LLM) -> list[Round]:
+    """Note the rounds of a head that drafts for one request at a time."""
+    shared, workers = head_engine(llm), head_workers(llm)
+    rounds, draft, choose = list[Round](), shared.draft, workers._chooser.choose
+
+    def drafting(wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int] | None]:
+        ((req, _),) = wanted
+        rounds.append(Round([*req.prompt_ids, *req.output_ids], []))
+        return draft(wanted)
+
+    def choosing(raw: Any, *others: Any, **named: Any) -> Any:
+        rounds[-1].logits.append(np.asarray(raw)[0])
+        return choose(raw, *others, **named)
+
+    shared.draft = drafting  # type: ignore[method-assign]
+    workers._chooser.choose = choosing  # type: ignore[method-assign]
+    return rounds
+
+
+Passed = Callable[..., tuple[np.ndarray, list[np.ndarray]]]
+
+
+def dense(config: ModelConfig, parameters: Any) -> Passed:
+    """The reference's logits and passed states of a text (`reference.forward`); a head needs states before it.
+
+    Texts are padded to one length, which changes nothing before.
+    """
+
+    @jax.jit
+    def run(ids: jax.Array, states: jax.Array | None) -> tuple[jax.Array, list[jax.Array]]:
+        passed = list[jax.Array]()
+        return reference.forward(config, parameters, ids, states=states, passed=passed), passed
+
+    def of(token_ids: Sequence[int], states: np.ndarray | None = None) -> tuple[np.ndarray, list[np.ndarray]]:
+        n_more = 32 - len(token_ids)
+        ids = jnp.array([*token_ids, *[0] * n_more])
+        logits, passed = run(ids, None if states is None else np.pad(states, ((0, n_more), (0, 0))))
+        return np.asarray(logits)[: len(token_ids)], [np.asarray(each)[: len(token_ids)] for each in passed]
+
+    return of
+
+
+def results(directory: Path, speculative: str, **options: Any) -> tuple[list[GenerationResult], Any]:
+    """All prompts with all parameters at once, and the service that ran them."""
+    params = [SamplingParams(max_tokens=24, ignore_eos=True, **asked) for asked in ASKED]
+    with LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **SIZES | options) as llm:
+        each = [(prompt, one) for one in params for prompt in PROMPTS]
+        found = llm.generate([prompt for prompt, _ in each], [one for _, one in each])
+        return found, llm.service
+
+
+def assert_same_results(directory: Path, speculative: str, **options: Any) -> None:
+    """Results with the head are those without it, and some of its drafts were right."""
+    plain, _ = results(directory, "off", **options)
+    with_drafts, service = results(directory, speculative, **options)
+    made = service.speculation
+    assert made.n_drafted > made.n_accepted > 20
+    if "n_slots" in options:
+        assert service.scheduler.n_preemptions > 0
+    for theirs, ours in zip(plain, with_drafts, strict=True):
+        assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+        assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)
