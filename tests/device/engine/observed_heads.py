@@ -93,9 +93,9 @@ Passed = Callable[..., tuple[np.ndarray, list[np.ndarray]]]
 
 
 def dense(config: ModelConfig, parameters: Any) -> Passed:
-    """The reference's logits and passed states of a text (`reference.forward`); a head needs states before it.
+    """The reference's logits and passed states of a text (`reference.forward`).
 
-    Texts are padded to one length, which changes nothing before.
+    A head needs the states before its tokens. Texts are padded to one length, which changes nothing before.
     """
 
     @jax.jit

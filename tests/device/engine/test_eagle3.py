@@ -296,7 +296,7 @@ ONE_HOT: Config = {
     "hidden_size": 64,
     "intermediate_size": 64,
     "head_dim": 16,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 7,
 }
 
 
@@ -331,7 +331,7 @@ def knowing_head(seed: int = 1) -> Head:
 
     It takes the state of its first layer from the served model, and later its own. It does not see the token.
     """
-    head, after = llama_head(ONE_HOT, 40), following(seed)
+    head, after = llama_head(ONE_HOT, 40, intermediate_size=64), following(seed)
     t, n = head.tensors, len(after)
     drafted = np.unique(after)
     t |= mapping(drafted, n)
@@ -356,7 +356,7 @@ def knowing_head(seed: int = 1) -> Head:
 )
 def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
     """With room for all requests, with too little of it for those that are admitted, and without sharing."""
-    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.1))
+    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
     head = knowing_head().written(tmp_path / "head")
     assert_same_results(directory, f"eagle3:{head}", **options)
 
@@ -387,7 +387,8 @@ def test_the_embedding_is_the_served_models(tmp_path: Path) -> None:
     head = llama_head(LLAMA).written(tmp_path / "head")
     with LLM(directory, speculative=f"eagle3:{head}", **SIZES) as llm:
         (worker,) = head_workers(llm).workers
-        served = llm.service.engine._workers.workers[0]
+        engine: Any = llm.service.scheduler.engine
+        served = engine._workers.workers[0]
 
         def are_one() -> bool:
             first, second = (each.stage.parameters["token_embedding"] for each in (worker, served))
