@@ -47,6 +47,16 @@ _OTHERS = {
     ),
     **dict.fromkeys(("embed_requires_grad", "enable_sp_ulysses"), "of training"),
     "tie_word_embeddings": "the head has a matrix of its own",
+    "max_window_layers": "of the served model's windows",
+    "next_layer_regular": "of a head's further layers",
+}
+# Flags, as EAGLE-3 was published; a head with other values computes something else.
+_PUBLISHED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "fc_norm": False,
 }
 _WORKS_WITH = "use a head that was trained for this model, or choose ngram, suffix or draft:MODEL"
 
@@ -101,7 +111,10 @@ def _layer_model(fields: ConfigFields, layer_fields: ConfigFields) -> tuple[Fami
     """The family of the head's layer, and a model of this layer."""
     architectures, kind = fields.texts("architectures") or (), layer_fields.text("model_type", "llama")
     layer_fields.texts("architectures")
-    if not set(architectures) & {*_ARCHITECTURES} or kind not in _KINDS:
+    is_head = bool(set(architectures) & {*_ARCHITECTURES})
+    # The first heads have the architecture of a whole Llama.
+    is_head |= "LlamaForCausalLM" in architectures and fields.raw("draft_vocab_size") is not None
+    if not is_head or kind not in _KINDS:
         raise UnsupportedModel(
             f"{shown(fields.path)}: expected an EAGLE-3 head, whose architectures are one of "
             f"{', '.join(_ARCHITECTURES)} and whose layer's model_type is {' or '.join(_KINDS)}, found "
@@ -133,19 +146,15 @@ def _reads(
 
     Raises HeadMismatch or UnsupportedModel.
     """
-    options = fields.section("eagle_config") or ConfigFields(fields.path, {})
+    options = fields.section("eagle_config") or ConfigFields(fields.path, {}, "eagle_config.")
 
     def flag(name: str) -> bool:
         return fields.flag(name, False) or options.flag(name, False)
 
     norms = {name: flag(name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")}
-    for name, unsupported in (("use_aux_hidden_state", False), ("fc_norm", True)):
+    for name, value in _PUBLISHED.items():
         for section in (fields, options):
-            if section.flag(name, not unsupported) is unsupported:
-                raise UnsupportedModel(
-                    f"{shown(fields.path)}: {section.full_name(name)} is {str(unsupported).lower()}: such a "
-                    "head computes something else than EAGLE-3 as it was published, and is not supported"
-                )
+            section.must_be(name, value, "a head that computes something else than EAGLE-3 as published")
     n_drafted = fields.whole("draft_vocab_size", default=model.vocab_size)
     if not 1 <= n_drafted <= model.vocab_size:
         raise BadModelConfig(
@@ -168,8 +177,10 @@ def _reads(
             f"{shown(fields.path)}: hidden_size is {model.hidden_size}, the served model's "
             f"{served.hidden_size}, and the head has no {EMBEDDING}; such a head needs its own embedding"
         )
+    layers = _layers(fields, options, served.n_layers)
+    options.leave_others(_OTHERS)
     return ReadStates(
-        layers=_layers(fields, options, served.n_layers),
+        layers=layers,
         size=served.hidden_size,
         kind="eagle3",
         norm_first=norms["norm_before_residual"],

@@ -151,7 +151,8 @@ _ADVICE = {
     ),
     "--speculative-config --speculative-model --speculative-algorithm --model-draft -md": (
         "--speculative draft:MODEL has a smaller model draft, ngram drafts from prompt and output, suffix "
-        "from earlier outputs too, mtp by the checkpoint's own head; at most --speculative-tokens at a time"
+        "from earlier outputs too, mtp by the checkpoint's own head, eagle3:DIRECTORY by an EAGLE-3 head; at "
+        "most --speculative-tokens at a time"
     ),
     "--lora-modules --lora-paths": "--lora NAME=DIRECTORY takes a LoRA adapter; give it once for each",
     "--api-key": (

@@ -139,10 +139,12 @@ def test_drafts_that_are_always_wrong_become_rare() -> None:
         (
             "prefix",
             "speculative is 'prefix'; it must be one of off, ngram, suffix, mtp, draft:MODEL, "
-            "package.file:Class",
+            "eagle3:DIRECTORY, package.file:Class",
         ),
         ("draft:some/model", "speculative is 'draft:some/model', and a simulation has no draft model"),
         ("mtp", "speculative is 'mtp', and a simulation has no draft model"),
+        ("eagle3:a/head", "speculative is 'eagle3:a/head', and a simulation has no draft model"),
+        ("eagle3:", "speculative is 'eagle3:', without a head; write eagle3:DIRECTORY"),
         ("no.such:Thing", "speculative is 'no.such:Thing', which cannot be imported"),
         (f"{__name__}:MODEL", "is no class with a method draft"),
         ("orca_jax.simulation.simulation:Simulation", "is no class with a method draft"),

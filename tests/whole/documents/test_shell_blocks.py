@@ -25,6 +25,7 @@ NOT_RUN = {
     "serve path/to/checkpoint --pipeline-parallel 2 --tensor-parallel 8": "sixteen devices",
     "shortest_first:ShortestFirst": "a policy to write; test_policy_tutorial.py",
     "deepseek-ai/DeepSeek-V3": "a checkpoint with a head; tests/device/engine/test_draft_heads.py",
+    "eagle3:path/to/head": "a head to download; tests/device/engine/test_eagle3.py",
     "draft:Qwen/Qwen3-0.6B": "a second model to download; tests/whole/training/test_draft_model.py",
     "--lora": "needs adapters; tests/whole/adapters",
     "model.gguf": "a file to download; tests/whole/commands/test_real_models.py",
