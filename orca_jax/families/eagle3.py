@@ -172,10 +172,10 @@ def _reads(
                 f"{shown(fields.path)} is of a head for another model: {what} is {own}, and the served "
                 f"model's is {theirs}; {_WORKS_WITH}"
             )
-    if shares and model.hidden_size != served.hidden_size:
+    if shares and model.hidden_size != served.embedding.size:
         raise HeadMismatch(
-            f"{shown(fields.path)}: hidden_size is {model.hidden_size}, the served model's "
-            f"{served.hidden_size}, and the head has no {EMBEDDING}; such a head needs its own embedding"
+            f"{shown(fields.path)}: hidden_size is {model.hidden_size}, that of the served model's embedding "
+            f"{served.embedding.size}, and the head has no {EMBEDDING}; such a head needs its own embedding"
         )
     layers = _layers(fields, options, served.n_layers)
     options.leave_others(_OTHERS)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig
 from orca_jax.errors import ConfigError, HeadMismatch, TensorMismatch
+from orca_jax.model import reference
+from orca_jax.model_files.draft_model import eagle3_reader
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
     PREFIX,
@@ -253,6 +256,30 @@ def served_and_head(name: str) -> tuple[Config, Tensors, Head]:
     return QWEN3, served_tensors(QWEN3), head
 
 
+def test_the_reference_is_the_published_formula(tmp_path: Path) -> None:
+    """The reference takes the states of the first tokens, and the head's outputs before the last ones."""
+    config, tensors, head = served_and_head("qwen3")
+    directory = write_checkpoint(tmp_path / "served", config, tensors)
+    served = load_checkpoint(directory, dtype=jnp.float32)
+    read = partial(eagle3_reader, served=served.config)
+    loaded = load_checkpoint(head.written(tmp_path / "head"), dtype=jnp.float32, read=read)
+    rng = np.random.default_rng(8)
+    states, outputs = (rng.normal(0, 1, (n, size)).astype(np.float32) for n, size in ((6, 96), (3, 32)))
+    token_ids = [*PREFIX]
+    formula = Formula(head, tensors["model.embed_tokens.weight"])
+    before = np.concatenate([formula.fused(states.astype(np.float64)), outputs])
+    expected, _ = formula(token_ids, before)
+    found = reference.forward(
+        loaded.config,
+        loaded.parameters,
+        jnp.array(token_ids),
+        states=jnp.array(states),
+        outputs=jnp.array(outputs),
+    )
+    np.testing.assert_allclose(np.asarray(found)[:, formula.token_ids], expected, atol=1e-4, rtol=1e-4)
+    assert (np.asarray(found) > -np.inf).sum(axis=1).tolist() == [len(formula.token_ids)] * len(token_ids)
+
+
 @pytest.mark.parametrize(
     "name",
     ["llama", "qwen3", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("qwen2", "gpt-oss"))],
@@ -397,7 +424,13 @@ def test_the_embedding_is_the_served_models(tmp_path: Path) -> None:
         assert are_one()
         before = np.asarray(worker.stage.parameters["token_embedding"])
         llm.update_weights(write_checkpoint(tmp_path / "other", LLAMA, served_tensors(LLAMA, seed=9)))
-        assert are_one() and np.abs(np.asarray(worker.stage.parameters["token_embedding"]) - before).max() > 1
+        assert are_one() and (np.asarray(worker.stage.parameters["token_embedding"]) != before).any()
+        arrays = {name: np.asarray(value) for name, value in served.stage.parameters.items()}
+        own = {f"draft.{name}": np.asarray(value) for name, value in worker.stage.parameters.items()}
+        del own["draft.token_embedding"]  # it is not the head's
+        own["draft.final_norm.scale"] = np.full(32, 3, np.float32)
+        llm.update_weights(arrays | own)
+        assert (np.asarray(worker.stage.parameters["final_norm.scale"]) == 3).all()
         llm.sleep(2)
         llm.wake_up()
         assert are_one()
@@ -425,7 +458,7 @@ def test_what_is_no_fitting_head_is_refused(tmp_path: Path) -> None:
         HeadMismatch, "vocab_size is 48, and the served model's is 64; use a head that was trained", other
     )
     narrow = llama_head({**LLAMA, "hidden_size": 40}, target_hidden_size=32)
-    refused(HeadMismatch, r"hidden_size is 40, .* 32, and the head has no embed_tokens", narrow)
+    refused(HeadMismatch, r"hidden_size is 40, .* embedding 32, and the head has no embed_tokens", narrow)
     refused(TensorMismatch, "tensor 'd2t' is missing", without("d2t"))
     norm = "midlayer.hidden_norm.weight"
     refused(TensorMismatch, f"'{norm}' is missing", without(norm))
