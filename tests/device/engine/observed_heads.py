@@ -89,6 +89,36 @@ def recorded(llm: LLM) -> list[Round]:
     return rounds
 
 
+class Text(NamedTuple):
+    """A prompt with its output; where each output token was `forced`, all drafts were right."""
+
+    token_ids: list[int]
+    forced: int | None = None
+
+    def rounds(self, every: Sequence[Round]) -> list[Round]:
+        """The rounds of drafts for this text, which are several tokens deep."""
+        mine = [each for each in every if each.token_ids == self.token_ids[: len(each.token_ids)]]
+        assert len(mine) > 4 and sum(len(each.logits) == 3 for each in mine) > 3
+        return mine
+
+    def drafted(self, logits: np.ndarray) -> int:
+        return int(logits.argmax()) if self.forced is None else self.forced
+
+
+def texts(llm: LLM, forced: int) -> list[Text]:
+    """Texts of which the second begins cached, and in the last one all drafts are right."""
+    greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    prompts = [[*PREFIX, 3, 4], [*PREFIX, 8, 1, 2], [8, *PREFIX[1:], 1]]
+    found = [Text([*prompt, *llm.generate([prompt], [greedy])[0].token_ids]) for prompt in prompts]
+    told = SamplingParams(max_tokens=22, temperature=0, ignore_eos=True, logit_bias={forced: 100.0})
+    prompt = [9, 4, 1, 30]
+    result = llm.generate([prompt], [told])[0]
+    assert result.token_ids == [forced] * 22
+    made = llm.service.speculation
+    assert made is not None and made.n_accepted > 12
+    return [*found, Text([*prompt, *result.token_ids], forced)]
+
+
 Passed = Callable[..., tuple[np.ndarray, list[np.ndarray]]]
 
 

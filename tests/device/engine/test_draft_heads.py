@@ -24,6 +24,7 @@ from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
     free_drafts,
     hopeful,
     recorded,
+    texts,
 )
 from tests.device.model.golden import DIRECTORY
 
@@ -64,29 +65,29 @@ def written(directory: Path, name: str, tensors: Tensors) -> Path:
 @pytest.mark.parametrize("name", [DEEPSEEK, pytest.param(GLM, marks=pytest.mark.matrix)])
 @pytest.mark.usefixtures("hopeful")
 def test_logits_of_the_published_formula(tmp_path: Path, name: str) -> None:
-    """DeepSeek-V3, equations 21 to 23; after the first draft the head reads its own output."""
+    """DeepSeek-V3, equations 21 to 23; after the first draft the head reads its own output.
+
+    Tokens that it has drafted and that were right are computed again from the served model's states.
+    """
     directory = written(tmp_path, name, with_next_layer(name))
     served = load_checkpoint(directory, dtype=jnp.float32)
     head = load_checkpoint(directory, dtype=jnp.float32, read=next_token_head)
     assert head.config.n_layers == 1
     with LLM(directory, speculative="mtp", speculative_tokens=3, **SIZES) as llm:
         rounds = recorded(llm)
-        greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-        prompts = [[*PREFIX, 3, 4], [*PREFIX, 8, 1, 2], [8, *PREFIX[1:], 1]]  # the second begins cached
-        whole = [[*prompt, *llm.generate([prompt], [greedy])[0].token_ids] for prompt in prompts]
+        whole = texts(llm, forced=11)
     of_served, of_head = dense(served.config, served.parameters), dense(head.config, head.parameters)
     for text in whole:
-        mine = [each for each in rounds if each.token_ids == text[: len(each.token_ids)]]
-        assert len(mine) > 4 and sum(len(each.logits) == 3 for each in mine) > 3
-        _, (*_, states) = of_served(text)
-        expected, _ = of_head(text[1:], states[:-1])
+        mine = text.rounds(rounds)
+        _, (*_, states) = of_served(text.token_ids)
+        expected, _ = of_head(text.token_ids[1:], states[:-1])
         for token_ids, logits in mine:
             np.testing.assert_allclose(logits[0], expected[len(token_ids) - 2], atol=1e-4, rtol=1e-4)
         for token_ids, logits in mine:
             known, before = token_ids[1:], states[: len(token_ids) - 1]
             for first, found in pairwise(logits):
                 _, (*_, outputs, _) = of_head(known, before)
-                known, before = [*known, int(first.argmax())], np.concatenate([before, outputs[-1:]])
+                known, before = [*known, text.drafted(first)], np.concatenate([before, outputs[-1:]])
                 expected, _ = of_head(known, before)
                 np.testing.assert_allclose(found, expected[-1], atol=1e-4, rtol=1e-4)
 

@@ -27,6 +27,7 @@ from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
     head_workers,
     hopeful,
     recorded,
+    texts,
 )
 from tests.device.model.golden import DIRECTORY
 
@@ -286,33 +287,32 @@ def test_the_reference_is_the_published_formula(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("hopeful")
 def test_logits_of_the_published_formula(tmp_path: Path, name: str) -> None:
-    """After the first draft the head reads its own output in place of the served model's states."""
+    """After the first draft the head reads its own output in place of the served model's states.
+
+    Tokens that it has drafted and that were right are computed again from those states.
+    """
     config, tensors, head = served_and_head(name)
     directory = write_checkpoint(tmp_path / "served", config, tensors)
     served = load_checkpoint(directory, dtype=jnp.float32)
+    formula = Formula(head, tensors["model.embed_tokens.weight"])
+    token_ids = formula.token_ids
     speculative = f"eagle3:{head.written(tmp_path / 'head')}"
     with LLM(directory, speculative=speculative, speculative_tokens=3, **SIZES) as llm:
         rounds = recorded(llm)
-        greedy = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-        prompts = [[*PREFIX, 3, 4], [*PREFIX, 8, 1, 2], [8, *PREFIX[1:], 1]]  # the second begins cached
-        whole = [[*prompt, *llm.generate([prompt], [greedy])[0].token_ids] for prompt in prompts]
+        whole = texts(llm, forced=int(token_ids[3]))
     of_served = dense(served.config, served.parameters)
-    formula = Formula(head, tensors["model.embed_tokens.weight"])
-    token_ids = formula.token_ids
     others = np.setdiff1d(np.arange(config["vocab_size"]), token_ids)
     n_compared = 0
     for text in whole:
-        mine = [each for each in rounds if each.token_ids == text[: len(each.token_ids)]]
-        assert len(mine) > 4 and sum(len(each.logits) == 3 for each in mine) > 3
-        _, passed = of_served(text)
+        _, passed = of_served(text.token_ids)
         states = np.concatenate([passed[i] for i in head.layers], axis=1)
-        for token_ids_before, logits in mine:
+        for token_ids_before, logits in text.rounds(rounds):
             known, before = token_ids_before[1:], formula.fused(states[: len(token_ids_before) - 1])
             for found in logits:
                 expected, outputs = formula(known, before)
                 np.testing.assert_allclose(found[token_ids], expected[-1], atol=1e-4, rtol=1e-4)
                 assert (found[others] == -np.inf).all()
-                known = [*known, int(found.argmax())]
+                known = [*known, text.drafted(found)]
                 before = np.concatenate([before, outputs[-1:]])
                 n_compared += 1
     assert n_compared > 30
