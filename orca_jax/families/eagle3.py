@@ -11,7 +11,6 @@ of lower layers come first.
 i + d2t[i]; `t2d` says the same again. A head without `embed_tokens` has the served model's embedding.
 """
 
-import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from orca_jax.errors import BadModelConfig, ConfigError, HeadMismatch, UnsupportedModel
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.family import Family
-from orca_jax.families.hf_config import HFConfig
+from orca_jax.families.hf_config import HFConfig, read_shape
 from orca_jax.families.model_config import Embedding, ModelConfig, ReadStates
 from orca_jax.families.parameters import HEAD, HEAD_OFFSETS, TOKEN_EMBEDDING
 from orca_jax.families.registry import FAMILIES
@@ -77,7 +76,7 @@ def eagle3_head(directory: Path, served: ModelConfig, tensors: Collection[str] |
     section = fields.section("transformer_layer_config")
     layer_fields = fields if section is None else section
     family, model = _layer_model(fields, layer_fields)
-    reads = _reads(fields, layer_fields, model, served, tensors)
+    reads = _reads(fields, model, served, tensors)
     fields.leave_others({**family.unread, **_OTHERS})
     if section is not None:
         section.leave_others({**family.unread, **_OTHERS})
@@ -122,11 +121,7 @@ def _layer_model(fields: ConfigFields, layer_fields: ConfigFields) -> tuple[Fami
         )
     fields.raw("model_type")
     family = FAMILIES[kind]
-    try:
-        model = family.read(layer_fields)
-    except ConfigError as error:
-        message = re.sub(r"\w+", lambda word: family.config_names.get(word[0], word[0]), str(error))
-        raise BadModelConfig(f"{shown(fields.path)}: {shown(message)}") from error
+    model = read_shape(family, layer_fields, family.config_names)
     if model.n_layers != 1:
         raise UnsupportedModel(
             f"{shown(fields.path)}: {layer_fields.full_name('num_hidden_layers')}: expected 1, found "
@@ -137,7 +132,6 @@ def _layer_model(fields: ConfigFields, layer_fields: ConfigFields) -> tuple[Fami
 
 def _reads(
     fields: ConfigFields,
-    layer_fields: ConfigFields,
     model: ModelConfig,
     served: ModelConfig,
     tensors: Collection[str] | None,

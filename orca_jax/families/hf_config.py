@@ -100,14 +100,21 @@ def _with_quantization(fields: ConfigFields, family: Family) -> ConfigFields:
     return section if section is not None and section.raw("quantization_config") else fields
 
 
-def _read_model(family: Family, fields: ConfigFields, names: Mapping[str, str]) -> ModelConfig:
-    """Read the model; in errors our names of fields become those of the file, which its reader looks for."""
+def read_shape(family: Family, fields: ConfigFields, names: Mapping[str, str]) -> ModelConfig:
+    """Read a model; in errors our names of fields become those of the file, which its reader looks for.
+
+    Other fields may still be read, so none is refused. Raises BadModelConfig or UnsupportedModel.
+    """
     try:
-        model = family.read(fields)
-        fields.leave_others(family.unread)
+        return family.read(fields)
     except ConfigError as error:
         message = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), str(error))
         raise BadModelConfig(f"{shown(fields.path)}: {shown(message)}") from error
+
+
+def _read_model(family: Family, fields: ConfigFields, names: Mapping[str, str]) -> ModelConfig:
+    model = read_shape(family, fields, names)
+    fields.leave_others(family.unread)
     return model
 
 
