@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from orca_jax.config import EngineConfig
-from orca_jax.errors import ConfigError, DifferentTokenizer, shown
+from orca_jax.errors import ConfigError, DifferentTokenizer, NotACheckpoint
+from orca_jax.errors import shown as quoted
 from orca_jax.families.eagle3 import eagle3_head
 from orca_jax.families.hf_config import HFConfig
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head, next_token_model
 from orca_jax.families.presets import PRESETS
+from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.orca_json import is_orbax
 from orca_jax.gguf_file import is_gguf
 from orca_jax.model_files.found_model import FoundModel, find_config, find_model, is_function
@@ -59,8 +61,11 @@ def _eagle3_head(found: FoundModel, name: str, config: EngineConfig) -> FoundMod
             f"speculative is {config.speculative!r}, and a model of your own keeps no states for a head; "
             "choose ngram or suffix"
         )
-    directory = _eagle3_directory(name, weights=config.load_format != "dummy")
+    random = config.load_format == "dummy"
+    directory = _eagle3_directory(name, weights=not random)
     head = eagle3_reader(directory, found.config)
+    if not random and tensor_names(directory) is None:
+        raise _no_tensors(directory)
     return replace(found, name=config.speculative, config=head.model, directory=directory, note=head.note)
 
 
@@ -72,6 +77,18 @@ def _eagle3_directory(name: str, *, weights: bool) -> Path:
             "EAGLE-3 heads are read from such alone"
         )
     return directory
+
+
+def _no_tensors(directory: Path) -> NotACheckpoint:
+    """The error for a head without safetensors. The paper's authors publish pickles."""
+    here = shown(directory)
+    return NotACheckpoint(
+        f"{here} has neither model.safetensors nor model.safetensors.index.json. A head that was published "
+        "as pytorch_model.bin, a pickle, must be written as safetensors first: "
+        'python -c "import torch, safetensors.torch as s; '
+        f"t = torch.load('{here}/pytorch_model.bin', weights_only=True); "
+        f"s.save_file({{n: t[n].contiguous() for n in t}}, '{here}/model.safetensors')\""
+    )
 
 
 def _next_token_head(found: FoundModel) -> FoundModel:
@@ -126,7 +143,7 @@ def check_same_tokens(found: FoundModel, draft: FoundModel) -> None:
     first = ""
     if differing:
         each = min(differing)
-        first = f"; token {each} is {shown(ours[each])} here and {shown(theirs[each])} there"
+        first = f"; token {each} is {quoted(ours[each])} here and {quoted(theirs[each])} there"
     raise DifferentTokenizer(
         f"the draft model {draft.name} has another tokenizer than {found.name}: of {len(ours)} tokens here "
         f"and {len(theirs)} there, {len(both) - len(differing)} are the same{first}; {_ADVICE}"

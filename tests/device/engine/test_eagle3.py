@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from orca_jax import LLM, SamplingParams
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig
-from orca_jax.errors import ConfigError, HeadMismatch, TensorMismatch
+from orca_jax.errors import ConfigError, HeadMismatch, NotACheckpoint, TensorMismatch
 from orca_jax.model import reference
 from orca_jax.model_files.draft_model import eagle3_reader
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
@@ -468,6 +468,12 @@ def test_what_is_no_fitting_head_is_refused(tmp_path: Path) -> None:
     refused(TensorMismatch, "'d2t': expected .* found tokens from 0 to 0, 1 of 23 different", same)
     floats = with_one("d2t", good.tensors["d2t"].astype(np.float32))
     refused(TensorMismatch, "d2t.*expected dtype I64, I32, found F32", floats)
+    place = good.written(tmp_path / "head")
+    (place / "model.safetensors").rename(place / "pytorch_model.bin")
+    with pytest.raises(
+        NotACheckpoint, match=r"must be written as safetensors first: python -c .*weights_only"
+    ):
+        LLM(directory, speculative=f"eagle3:{place}", **SIZES)
     with pytest.raises(ConfigError, match="a draft model does not work with workers or worker_processes yet"):
         EngineConfig(worker_processes=True, speculative="eagle3:head")
     with pytest.raises(ConfigError, match="leave tensor_parallel and pipeline_parallel at 1"):
