@@ -29,7 +29,7 @@ LoadFormat = Literal["auto", "dummy", "packed"]
 Rounding = Literal["int8", "int4", "fp8"]  # the numbers to which --quantization rounds
 KVCacheDtype = Literal["auto", "int8", "fp8"]  # of cached keys and values; auto: the model's dtype
 # What `orca convert` writes, and the trainers' layouts among it.
-Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma"]
+Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma", "levanter", "easydel"]
 Format = Literal["safetensors", "orbax", Layout]
 FORMATS: tuple[Format, ...] = get_args(Format)
 # What LoRA adapters may change beside linear layers, where there is room for it.

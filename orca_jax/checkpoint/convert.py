@@ -16,6 +16,7 @@ from orca_jax.checkpoint.array_view import put_into
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.expert_view import expert_shapes, written_experts
 from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
+from orca_jax.checkpoint.orbax import zarr_library
 from orca_jax.checkpoint.rounded_tensors import quantization_section, rounded_tensors
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.checkpoint.shard_reader import Box, Parts
@@ -31,8 +32,10 @@ from orca_jax.families.registry import FAMILIES
 from orca_jax.families.stored_name import StoredName, head_places, heads_of_tensors
 from orca_jax.families.strict_json import shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, axis_sizes
+from orca_jax.families.trainers.array_trees import TREE_FILES, has_array_tree
+from orca_jax.families.trainers.easydel_config import without_easydel_fields
 from orca_jax.families.trainers.layouts import ITEMS, written_names
-from orca_jax.families.trainers.orca_json import ORCA_JSON, is_orbax, read_description
+from orca_jax.families.trainers.orca_json import ORCA_JSON, read_description
 from orca_jax.gguf_file import GgufFile, is_gguf, open_gguf
 from orca_jax.model_files.locate import check_is_free, find_directory
 from orca_jax.model_files.weight_files import INDEX
@@ -42,7 +45,7 @@ from orca_jax.request.tokenizer_config import MORE_TEMPLATES, read_tokenizer_con
 MAX_FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype("f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2")}
 _OTHER_FILES = ("*.json", "*.jinja", "*.txt")  # tokenizer, chat template and other descriptions of the model
-_NOT_COPIED = {INDEX, ORCA_JSON, "commit_success.txt"}
+_NOT_COPIED = {INDEX, ORCA_JSON, *TREE_FILES, "commit_success.txt"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json
 
 
@@ -82,14 +85,14 @@ def convert_checkpoint(
     target = Path(destination).expanduser()
     if names_file is None:
         model, sources = find_parameters(directory, forms={})
-    elif is_orbax(directory):
+    elif has_array_tree(directory):
         model, sources = orbax_checkpoint.find_parameters(directory, forms={}, orca_json=Path(names_file))
     else:
         raise ConfigError(f"{shown(directory)} is no Orbax checkpoint, and so takes no file of names")
     parts = {name: one for name, one in sources.items() if isinstance(one, Parts)}
     assert parts.keys() == sources.keys(), "sources of dense weights are Parts"
     if to is None:
-        alone = is_orbax(directory) or is_gguf(directory) or quantization is not None
+        alone = has_array_tree(directory) or is_gguf(directory) or quantization is not None
         to = "safetensors" if alone else "orbax"
     arrays = None if to in ("safetensors", "orbax") else _TrainersArrays(model, to)
     table = parameter_table(model)
@@ -110,7 +113,13 @@ def convert_checkpoint(
                 names, apart = arrays.contents, arrays.axes_apart
                 read = partial(arrays.read, reader=reader, dtypes=dtypes)
                 step, _, item = ITEMS[arrays.layout].partition("/")
-                orbax_checkpoint.write(place / step, names, read, apart=apart, nested=True, item=item or None)
+                if arrays.layout in ("levanter", "easydel"):
+                    index = arrays.layout == "easydel"
+                    zarr_library().write(place / step, names, read, apart=apart, index=index)
+                else:
+                    orbax_checkpoint.write(
+                        place / step, names, read, apart=apart, nested=True, item=item or None
+                    )
             elif to == "orbax":
                 apart = {name: parameter.counting_axes for name, parameter in table.items()}
                 orbax_checkpoint.write(place, table, reader.whole, apart=apart)
@@ -161,11 +170,12 @@ def _rounded(
 
 def _config_json(directory: Path, model: ModelConfig) -> dict[str, Any]:
     """The source's config.json, or one made of its orca.json or metadata; without quantisation."""
-    of_its_own = is_orbax(directory) and read_description(directory).path.name == ORCA_JSON
+    of_its_own = has_array_tree(directory) and read_description(directory).path.name == ORCA_JSON
     if of_its_own or is_gguf(directory):
         return hf_config_of(model)
     hf_config = read_hf_config(directory)
     values = json.loads(hf_config.path.read_text(encoding="utf-8"))
+    values = without_easydel_fields(values)
     return {name: value for name, value in values.items() if name != "quantization_config"}
 
 

@@ -23,7 +23,8 @@ from orca_jax.families.hf_config import HFConfig, read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import Parameter, parameter_table
 from orca_jax.families.strict_json import shown
-from orca_jax.families.trainers.orca_json import is_orbax, read_description
+from orca_jax.families.trainers.array_trees import has_array_tree
+from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.families.weight_form import DENSE, Dense, HeldArray, WeightForm
 from orca_jax.gguf_file import is_gguf
 from orca_jax.model.weight import kind_of
@@ -187,7 +188,7 @@ def find_parameters(
         if packed:
             raise UnsupportedModel(f"{shown(directory)} is a GGUF file, which is held as it is stored")
         return gguf_checkpoint.find_parameters(directory, kv_repeats, forms)
-    if is_orbax(directory):
+    if has_array_tree(directory):
         if packed or read_description(directory).model.has_packed_experts:
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")
         model, parts = orbax_checkpoint.find_parameters(directory, kv_repeats, forms)

@@ -19,7 +19,7 @@ from orca_jax.checkpoint.safetensors_reader import FLOAT_DTYPES, PACKED_DTYPES, 
 from orca_jax.checkpoint.shard_reader import Box, Plane, assign
 from orca_jax.errors import TensorMismatch
 from orca_jax.families.strict_json import shown
-from orca_jax.families.trainers.orca_json import is_orbax, weights_in
+from orca_jax.families.trainers.array_trees import has_array_tree, weights_in
 
 _DTYPES = {**FLOAT_DTYPES, **PACKED_DTYPES}
 _MODELS = ("model", "params", "module")  # where a training state has its weights
@@ -105,7 +105,7 @@ def find_module_weights(
     a CheckpointError.
     """
     planes: dict[str, _OrbaxPlane | _SafetensorsPlane] = {}
-    if is_orbax(directory):
+    if has_array_tree(directory):
         place = weights_in(directory)
         chosen: dict[str, str] = {}
 

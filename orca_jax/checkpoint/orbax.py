@@ -1,15 +1,16 @@
-"""Finds the arrays of a model's parameters in an Orbax directory, and checks them before any is read.
+"""Finds the arrays of a model's parameters in a trainer's directory, and checks them before any is read.
 
-Orbax reads the tree and TensorStore opens the arrays (orbax_store.py); shards are read box by box
-(orbax_boxes.py). This file checks what the libraries do not: that the checkpoint is complete, and that it
-holds exactly the described model.
+Orbax reads its trees (orbax_store.py), other trees are Zarr arrays by path (zarr_store.py). TensorStore opens
+the arrays, and shards are read box by box (orbax_boxes.py). This file checks what the libraries do not: that
+the checkpoint is complete, and that it holds exactly the described model.
 """
 
 import glob
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,17 +29,17 @@ from orca_jax.families.parameters import Parameter, attention_of, in_layers, par
 from orca_jax.families.stored_name import StoredName
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import EXPERTS, LAYERS, ArrayForm, axis_sizes
-from orca_jax.families.trainers.layouts import detect
-from orca_jax.families.trainers.orca_json import (
+from orca_jax.families.trainers.array_trees import (
     COMMIT,
+    COMPLETE,
+    INDEX,
     MANIFEST,
-    ORCA_JSON,
     TREE,
     UNFINISHED,
-    Description,
-    read_description,
-    same_names,
+    is_zarr_tree,
 )
+from orca_jax.families.trainers.layouts import detect
+from orca_jax.families.trainers.orca_json import ORCA_JSON, Description, read_description, same_names
 from orca_jax.families.weight_form import WeightForm
 
 _MAX_TREE_BYTES = 100_000_000
@@ -60,18 +61,12 @@ def find_parameters(
     description = replace(description, model=description.model.with_kv_heads(kv_repeats))
     place = description.checkpoint
     _refuse_unfinished(place)
-    about = read_object(place / TREE, _MAX_TREE_BYTES)  # bounds the size of what Orbax reads next
-    located = _locate(place, about)
-    description = _named(description, located)
+    tree = _tree(place)
+    description = _named(description, tree.names)
     names = description.names
     assert names is not None
-    used = _check_names(description, located)
-    opened = _library().open_arrays(
-        {name: located[name] for name in used},
-        lambda name: _array(place, name),
-        zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
-        cache_bytes=_bytes_at_once(description),
-    )
+    used = _check_names(description, tree.names)
+    opened = tree.open(used, _bytes_at_once(description))
     parts: dict[str, Parts] = {}
     unrepeated = parameter_table(description.model.with_kv_heads(1))
     model = description.model.with_forms(forms or {})
@@ -105,13 +100,41 @@ def open_chosen(place: Path, choose: Callable[[Collection[str]], Iterable[str]])
     Raises CorruptFile, for an unfinished checkpoint too, and what `choose` raises.
     """
     _refuse_unfinished(place)
-    about = read_object(place / TREE, _MAX_TREE_BYTES)
+    tree = _tree(place)
+    return tree.open(choose(tree.names), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The names of a checkpoint's arrays, and what opens some of them, with so many bytes of cache."""
+
+    names: Collection[str]
+    open: Callable[[Iterable[str], int], dict[str, Any]]
+
+
+def _tree(place: Path) -> _Tree:
+    """List the arrays of a complete checkpoint. Raises CorruptFile."""
+    describe = partial(_array, place)
+    if is_zarr_tree(place):
+        specs = zarr_library().read_tree(place)
+
+        def open_zarr(names: Iterable[str], cache_bytes: int) -> dict[str, Any]:
+            chosen = {name: specs[name] for name in names}
+            return zarr_library().open_arrays(chosen, describe, cache_bytes=cache_bytes)
+
+        return _Tree(specs, open_zarr)
+    about = read_object(place / TREE, _MAX_TREE_BYTES)  # bounds the size of what Orbax reads next
     located = _locate(place, about)
-    return _library().open_arrays(
-        {name: located[name] for name in choose(located)},
-        lambda name: _array(place, name),
-        zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
-    )
+
+    def open_orbax(names: Iterable[str], cache_bytes: int) -> dict[str, Any]:
+        return _library().open_arrays(
+            {name: located[name] for name in names},
+            describe,
+            zeros_are_stored=about.get("store_array_data_equal_to_fill_value") is True,
+            cache_bytes=cache_bytes,
+        )
+
+    return _Tree(located, open_orbax)
 
 
 def _named(description: Description, stored: Collection[str]) -> Description:
@@ -126,7 +149,7 @@ def _named(description: Description, stored: Collection[str]) -> Description:
         return replace(description, names=own)
     prefix = detected.prefix
     others = [name for name in stored if not name.startswith(prefix)]  # an optimizer's state, a step
-    ignore = (*description.ignore, *map(glob.escape, others))
+    ignore = (*description.ignore, *map(glob.escape, (*others, *detected.unused)))
     return replace(description, names=detected.names, ignore=ignore)
 
 
@@ -145,6 +168,10 @@ def _bytes_at_once(description: Description) -> int:
 
 
 def _refuse_unfinished(place: Path) -> None:
+    if is_zarr_tree(place):
+        return
+    if os.path.exists(place / INDEX):
+        raise CorruptFile(f"{shown(place)} is incomplete: it has no {COMPLETE}, which EasyDeL writes last")
     half = f"{shown(place)} is an incomplete Orbax checkpoint: "
     for part in (place, place.parent):
         if UNFINISHED in part.name:
@@ -281,6 +308,13 @@ def _merged(found: tuple[int, ...], expected: tuple[int, ...]) -> tuple[tuple[in
         if math.prod(found[:cut]) == expected[0] and math.prod(found[cut:]) == expected[1]:
             return found[:cut], found[cut:]
     return None
+
+
+def zarr_library() -> ModuleType:
+    """The module that reads and writes Zarr arrays, imported on demand as Orbax is."""
+    from orca_jax.checkpoint import zarr_store
+
+    return zarr_store
 
 
 def write(directory: Path, names: Iterable[str], read: Callable[[str], np.ndarray], **options: Any) -> None:

@@ -24,7 +24,8 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, layers_with, parameter_table
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import LAYERS, ArrayForm, axis_sizes
-from orca_jax.families.trainers.orca_json import ORCA_JSON, UNSURE, is_orbax, read_description
+from orca_jax.families.trainers.array_trees import has_array_tree
+from orca_jax.families.trainers.orca_json import ORCA_JSON, UNSURE, read_description
 from orca_jax.model_files.locate import find_directory
 
 Shape = tuple[int, ...]
@@ -111,7 +112,7 @@ def suggest_names(source: str | Path) -> SuggestedNames:
     another kind of checkpoint, or a CheckpointError.
     """
     directory = find_directory(source)
-    if not is_orbax(directory):
+    if not has_array_tree(directory):
         raise ConfigError(f"{shown(directory)} is no Orbax checkpoint; the names of others are known")
     description = read_description(directory)
     opened = open_chosen(description.checkpoint, lambda names: names)

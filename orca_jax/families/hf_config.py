@@ -26,6 +26,7 @@ from orca_jax.families.quantization_config import Quantization, quantized_forms,
 from orca_jax.families.registry import FAMILIES
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.text_part import SECTION
+from orca_jax.families.trainers.easydel_config import without_easydel_fields
 from orca_jax.families.unsupported import about_model_type, about_quantisation
 from orca_jax.gguf_file import is_gguf, open_gguf
 
@@ -73,7 +74,7 @@ def read_hf_config(directory: Path) -> HFConfig:
     path = directory / "config.json"
     if not os.path.exists(path):
         raise NotACheckpoint(f"{shown(directory)} has no config.json, so it is not a checkpoint's directory")
-    values = read_object(path, _MAX_CONFIG_BYTES, infinity=True)
+    values = without_easydel_fields(read_object(path, _MAX_CONFIG_BYTES, infinity=True))
     fields = ConfigFields(path, values)
     model_type = fields.text("model_type", "")
     if model_type not in FAMILIES:

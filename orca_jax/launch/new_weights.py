@@ -40,9 +40,15 @@ class Adapter:
 
 
 def named_arrays(weights: object) -> dict[str, Any]:
-    """The arrays of a dict, an nnx.State or an nnx.Module, by dotted path. Raises TensorMismatch."""
+    """The arrays of a dict, an nnx.State, an nnx.Module or another pytree, by dotted path.
+
+    A module of Equinox or Haliax is such a pytree. Raises TensorMismatch.
+    """
     if isinstance(weights, nnx.Module):
         weights = nnx.state(weights, nnx.Param)
+    if not isinstance(weights, Mapping | list | tuple | None) and not jax.tree_util.all_leaves([weights]):
+        paths, _ = jax.tree_util.tree_flatten_with_path(weights)
+        weights = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if not isinstance(weights, Mapping):
         raise TensorMismatch(
             f"the new weights are a {type(weights).__name__}; give a dict of arrays by name, an nnx.State or "

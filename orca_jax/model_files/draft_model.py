@@ -12,7 +12,7 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head, next_token_model
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.strict_json import shown
-from orca_jax.families.trainers.orca_json import is_orbax
+from orca_jax.families.trainers.array_trees import has_array_tree
 from orca_jax.gguf_file import is_gguf
 from orca_jax.model_files.found_model import FoundModel, find_config, find_model, is_function
 from orca_jax.model_files.locate import find_directory
@@ -71,7 +71,7 @@ def _eagle3_head(found: FoundModel, name: str, config: EngineConfig) -> FoundMod
 
 def _eagle3_directory(name: str, *, weights: bool) -> Path:
     directory = find_directory(name, weights=weights)
-    if is_gguf(directory) or is_orbax(directory):
+    if is_gguf(directory) or has_array_tree(directory):
         raise ConfigError(
             f"speculative is 'eagle3:{shown(name)}', which is no Hugging Face directory with safetensors; "
             "EAGLE-3 heads are read from such alone"
@@ -107,7 +107,7 @@ def _next_token_config(config: EngineConfig) -> ModelConfig:
 
 
 def _head_in(directory: Path) -> ModelConfig:
-    if is_gguf(directory) or is_orbax(directory):
+    if is_gguf(directory) or has_array_tree(directory):
         raise ConfigError(
             f"speculative is 'mtp', and {shown(directory)} is no Hugging Face directory with safetensors, "
             "the one place from which the layer that predicts further tokens is read; choose ngram or suffix"

@@ -20,7 +20,8 @@ from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.quantization_config import rounded_forms
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.trainers.orca_json import described_model, is_orbax
+from orca_jax.families.trainers.array_trees import has_array_tree
+from orca_jax.families.trainers.orca_json import described_model
 from orca_jax.gguf_file import GgufFile, is_gguf, open_gguf
 from orca_jax.model_files.locate import find_directory
 from orca_jax.model_files.sentence_pooling import stored_pooling
@@ -172,7 +173,7 @@ def check_model(engine: EngineConfig, *, weights: bool = True) -> None:
     with_kv_cache(held, engine.kv_cache_dtype)
     read_generation_defaults(directory, engine.generation_config)
     is_here = model is None or Path(model).expanduser() == directory
-    of_its_own = is_orbax(directory) or is_gguf(directory)
+    of_its_own = has_array_tree(directory) or is_gguf(directory)
     if weights and is_here and load_format != "dummy" and not of_its_own:
         find_weight_files(directory)
 

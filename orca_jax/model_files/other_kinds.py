@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orca_jax.errors import CheckpointError, NotACheckpoint, UnsafeFile, UnsupportedModel
 from orca_jax.families.strict_json import read_object, shown
-from orca_jax.families.trainers.orca_json import is_orbax
+from orca_jax.families.trainers.array_trees import has_array_tree
 from orca_jax.gguf_file import SUFFIX
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -78,7 +78,7 @@ def refuse_pickle(path: Path) -> UnsafeFile:
 
 def check_kind(directory: Path) -> None:
     """Raise the error for a directory without config.json, orca.json or Orbax's files."""
-    if any(os.path.exists(directory / name) for name in _DESCRIBES_A_MODEL) or is_orbax(directory):
+    if any(os.path.exists(directory / name) for name in _DESCRIBES_A_MODEL) or has_array_tree(directory):
         return
     names = _names(directory)
     known = _known_kind(directory, names)
@@ -149,7 +149,7 @@ def _known_kind(directory: Path, names: Sequence[str]) -> CheckpointError | None
 def gguf_in(directory: Path) -> Path | None:
     """The GGUF file of a directory that holds the weights of one model in this form, and no others."""
     names = _names(directory)
-    others = any(name.endswith(".safetensors") or name == "orca.json" for name in names) or is_orbax(
+    others = any(name.endswith(".safetensors") or name == "orca.json" for name in names) or has_array_tree(
         directory
     )
     found = gguf_models(names)

@@ -30,6 +30,8 @@ KINDS = {
     "tunix": "checkpoints of Tunix's CheckpointManager, and Tunix's logits",
     "maxtext": "the same for MaxText",
     "gemma": "the same for Google's gemma package",
+    "levanter": "the same for Levanter",
+    "easydel": "the same for EasyDeL",
 }
 # Kinds that can make some of their models.
 BY_NAME = {
@@ -42,6 +44,8 @@ BY_NAME = {
     "text_parts",
     "tunix",
     "maxtext",
+    "levanter",
+    "easydel",
 }
 
 

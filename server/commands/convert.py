@@ -31,9 +31,7 @@ def run(args: argparse.Namespace) -> int:
             names_file=args.map,
             on_bytes=show,
         )
-    made = {"safetensors": "safetensors", "orbax": "an Orbax checkpoint"}.get(
-        to, f"an Orbax checkpoint, {to}"
-    )
+    made = {"safetensors": "safetensors", "orbax": "an Orbax checkpoint"}.get(to, f"a checkpoint of {to}")
     notes(f"{args.destination}: {made}")
     return 0
 

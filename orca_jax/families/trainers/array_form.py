@@ -9,19 +9,20 @@ from orca_jax.families.parameters import Parameter, attention_sizes, in_layers, 
 
 LAYERS = "L"
 EXPERTS = "X"
-LETTERS = "LVPHENKDFXSQWMACR"
-_ORDER = "XVPNKDQWMACRSFEH"  # of axes that merge into one axis of our weight: heads before their elements
+LETTERS = "LVPHENKGDFXSQWMACR"
+_ORDER = "XVPNKGDQWMACRSFEH"  # of axes that merge into one axis of our weight: heads before their elements
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
     """The meaning of an array's axes: a letter for each in the array's order, with spaces between ("H N D").
 
-    The letters are those of parameters.py, with N for query heads, L for layers of one kind, X for experts in
-    a router too, and R for the L of latent attention. Letters without a space between are one axis of the
-    array. A number is an axis of so many parts. Our weight is at `layer` of the `n_layers` along L, and at
-    `part` of the parts. Several orders are separated by |: an array is read in the first order that its shape
-    fits, and written in the first of all.
+    The letters are those of parameters.py, with N for query heads, G for those of one K/V head ("K G" for
+    all), L for layers of one kind, X for experts in a router too, and R for the L of latent attention.
+    Letters without a space between are one axis of the array. A number is an axis of so many parts. Our
+    weight is at `layer` of the `n_layers` along L, and at `part` of the parts. Several orders are
+    separated by |: an array is read in the first order that its shape fits, and written in the first of
+    all.
 
     With `interleaved`, elements of a head that rotary positions turn together are neighbours; ours are half a
     head apart. Our values are the stored ones times `multiply`, plus `add`.
@@ -75,7 +76,7 @@ class ArrayForm:
         """Split the array's axes into those of our weight's rows and those of its columns."""
         last = set(parameter.axes[-1])
         if "K" in last:
-            last.add("N")
+            last |= {"N", "G"}
         if "E" in last:
             last.add("H")
         is_matrix = len(parameter.stacked_shape) == 2
@@ -91,6 +92,7 @@ def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
     feed_forward = layers_with(model, name)[int(in_layers(name)[1] or 0)].feed_forward
     experts = feed_forward.experts if feed_forward else None
     sizes = attention_sizes(attention)
+    n_kv_heads = attention.n_kv_heads // attention.kv_repeats
     return {
         **{letter: sizes.get(letter, 0) for letter in "QWMAC"},
         "R": sizes.get("L", 0),
@@ -99,7 +101,8 @@ def axis_sizes(model: ModelConfig, name: str) -> dict[str, int]:
         "H": model.hidden_size,
         "E": model.embedding.size,
         "N": attention.n_heads,
-        "K": attention.n_kv_heads // attention.kv_repeats,
+        "K": n_kv_heads,
+        "G": attention.n_heads // n_kv_heads,
         "D": attention.head_size,
         "F": feed_forward.size if feed_forward else 0,
         "X": experts.number if experts else 0,

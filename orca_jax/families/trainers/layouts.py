@@ -1,4 +1,4 @@
-"""Detects by the names of its arrays whether a checkpoint is MaxText's, Tunix's or of Gemma's own code."""
+"""Detects by the names of its arrays which trainer saved a checkpoint."""
 
 import re
 from collections.abc import Callable, Collection
@@ -9,7 +9,10 @@ from orca_jax.errors import UnsupportedModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import parameter_table
 from orca_jax.families.stored_name import StoredName
+from orca_jax.families.trainers.easydel import HEAD as EASYDEL_HEAD
+from orca_jax.families.trainers.easydel import easydel_names
 from orca_jax.families.trainers.gemma import gemma_names, published
+from orca_jax.families.trainers.levanter import levanter_names
 from orca_jax.families.trainers.maxtext import maxtext_names
 from orca_jax.families.trainers.names import is_gemma
 from orca_jax.families.trainers.tunix import tunix_names
@@ -20,27 +23,36 @@ ITEMS: dict[Layout, str] = {
     "maxtext": "0/items",
     "maxtext-scanned": "0/items",
     "gemma": ".",
+    "levanter": "step-0",
+    "easydel": ".",
 }
 _WRITTEN: dict[Layout, tuple[str, str]] = {
     "tunix": ("", ".value"),
     "maxtext": ("params.params.", ""),
     "maxtext-scanned": ("params.params.", ""),
     "gemma": ("", ""),
+    "levanter": ("model.", ""),
+    "easydel": ("model.", ""),
 }
 _CORRECTION = ".router.correction"
 _KIND = "they have a gated feed-forward layer and an RMSNorm before each part"
 _EMBEDDING = re.compile(
-    r"(?P<before>.*?)(token_embedder\.embedding|embedder[./]input_embedding)(?P<after>\.value)?"
+    r"(?P<before>.*?)(token_embedder\.embedding|embedder[./]input_embedding|model\.embed_tokens\.embedding|"
+    r"embeddings\.token_embeddings\.weight)(?P<after>\.value|\.0)?"  # .0: inside a NamedArray of Haliax
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """A trainer's checkpoint: the arrays of each weight, and the beginning of all their names."""
+    """A trainer's checkpoint: the arrays of each weight, and the beginning of all their names.
+
+    `unused` has arrays that the trainer saves with the weights and does not compute with.
+    """
 
     layout: Layout
     names: dict[str, StoredName]
     prefix: str
+    unused: tuple[str, ...] = ()
 
 
 def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None = None) -> Detected | None:
@@ -61,10 +73,15 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
     def with_ends(name: str) -> str:
         return f"{before}{name}{after}"
 
-    rename = with_ends
-    if "token_embedder" in match[0]:
+    rename, unused = with_ends, ()
+    if "token_embeddings" in match[0]:
+        layout: Layout = "levanter"
+    elif "embed_tokens" in match[0]:
+        layout = "easydel"
+        unused = (with_ends(EASYDEL_HEAD),) if model.embedding.tied else ()
+    elif "token_embedder" in match[0]:
         stacked = some("decoder.layers.") or some("decoder.moe_layers.")
-        layout: Layout = "maxtext-scanned" if stacked else "maxtext"
+        layout = "maxtext-scanned" if stacked else "maxtext"
     elif some("layers."):
         layout = "tunix"
     elif before == "transformer/":
@@ -73,11 +90,12 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
         layout = "gemma"
     else:
         return None
+    apart = some("transformer.layers.blocks.")
     names = {
         name: _corrections(one, before, stored) if name.endswith(_CORRECTION) else one
-        for name, one in _named(model, layout, rename, interleaved).items()
+        for name, one in _named(model, layout, rename, interleaved, apart=apart).items()
     }
-    return Detected(layout, names, before)
+    return Detected(layout, names, before, unused)
 
 
 def _corrections(expected: StoredName, before: str, stored: Collection[str]) -> StoredName:
@@ -102,7 +120,12 @@ def held_names(model: ModelConfig, layout: Layout) -> dict[str, StoredName]:
 
 
 def _named(
-    model: ModelConfig, layout: Layout, rename: Callable[[str], str], interleaved: bool | None
+    model: ModelConfig,
+    layout: Layout,
+    rename: Callable[[str], str],
+    interleaved: bool | None,
+    *,
+    apart: bool = False,
 ) -> dict[str, StoredName]:
     table = parameter_table(model)
     for layer in model.layers:
@@ -117,6 +140,10 @@ def _named(
         names = tunix_names(model)
     elif layout == "gemma":
         names = gemma_names(model) if is_gemma(model) else {}
+    elif layout == "levanter":
+        names = levanter_names(model, stacked=not apart)
+    elif layout == "easydel":
+        names = easydel_names(model)
     else:
         names = maxtext_names(model, scanned=layout == "maxtext-scanned", interleaved=interleaved)
     for name in table:

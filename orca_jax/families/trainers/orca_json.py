@@ -1,4 +1,4 @@
-"""Reads orca.json, which describes the model in an Orbax directory.
+"""Reads orca.json, which describes the model of a directory with a trainer's arrays (array_trees.py).
 
     {"model": {"vocab_size": 256, ...},             GPTOptions, or a whole ModelConfig (config_json.py)
      "checkpoint": "40/default",                    the arrays' directory below this one; default "."
@@ -14,7 +14,6 @@ arrays have our names or those of a known trainer. docs/checkpoints.md is the us
 import fnmatch
 import math
 import os.path
-import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -41,17 +40,18 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.families.stored_name import HeadOrder, StoredName, engine_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.trainers.array_form import EXPERTS, LETTERS, ArrayForm
+from orca_jax.families.trainers.array_trees import (
+    has_array_tree,
+    is_step,
+    is_zarr_tree,
+    latest_step,
+    weights_in,
+)
 
 ORCA_JSON = "orca.json"
 UNSURE = "unsure"
-TREE = "_METADATA"  # Orbax writes it last
-COMMIT = "_CHECKPOINT_METADATA"
-UNFINISHED = ".orbax-checkpoint-tmp"  # in a directory's name until Orbax renames it
-MANIFEST = "manifest.ocdbt"
 _MAX_BYTES = 1_000_000
 _ROTARY = {"halves": False, "interleaved": True}
-# An item with a step's weights: of Tunix, MaxText, a manager with one item, others.
-_ITEMS = ("model_params", "items", "default", "params", "state", "model", ".")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ _FORM = set(_FormOptions.__slots__)
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model in an Orbax directory, and where its arrays are."""
+    """A model in a directory of arrays, and where its arrays are."""
 
     path: Path  # the file with the model
     model: ModelConfig
@@ -148,7 +148,7 @@ def read_description(directory: Path, orca_json: Path | None = None) -> Descript
     """
     if (
         orca_json is None
-        and _is_step(directory)
+        and is_step(directory)
         and not _has_description(directory)
         and _has_description(directory.parent)
     ):
@@ -157,12 +157,15 @@ def read_description(directory: Path, orca_json: Path | None = None) -> Descript
     path = orca_json or directory / ORCA_JSON
     if not os.path.exists(path):
         if not _has_description(directory):
-            described = next((each for each in directory.parents[:2] if _has_description(each)), None)
+            weights = weights_in(directory)
+            places = (*directory.parents[:2], weights)
+            described = next((each for each in places if _has_description(each)), None)
+            kind = "a training checkpoint" if is_zarr_tree(weights) else "an Orbax checkpoint"
             what_to_do = "write one (docs/checkpoints.md), or copy the config.json of its model there"
             if described is not None:
                 what_to_do = f"name {shown(described)}, which has one"
             raise NotACheckpoint(
-                f"{shown(directory)} is an Orbax checkpoint, but has neither {ORCA_JSON} nor config.json to "
+                f"{shown(directory)} is {kind}, but has neither {ORCA_JSON} nor config.json to "
                 f"describe its model; {what_to_do}"
             )
         hf = read_hf_config(directory)
@@ -193,57 +196,17 @@ def read_description(directory: Path, orca_json: Path | None = None) -> Descript
     return Description(source, model, place, names, tuple(ignore), interleaved, note)
 
 
-def is_orbax(directory: Path) -> bool:
-    """Whether Orbax wrote or began to write this directory or steps in it, or it has an orca.json."""
-    if any(os.path.exists(directory / name) for name in (ORCA_JSON, TREE, COMMIT, MANIFEST)):
-        return True
-    if UNFINISHED in directory.name or os.path.exists(directory / "ocdbt.process_0"):
-        return True
-    return not any(directory.glob("*.safetensors")) and latest_step(directory) is not None
-
-
 def described_model(directory: Path) -> tuple[ModelConfig, str]:
     """Read the model that a directory's JSON describes, and a line about unused fields, perhaps empty.
 
     The directory may lack weights. Raises a CheckpointError.
     """
-    found = read_description(directory) if is_orbax(directory) else read_hf_config(directory)
+    found = read_description(directory) if has_array_tree(directory) else read_hf_config(directory)
     return found.model, found.note
 
 
 def _has_description(directory: Path) -> bool:
     return any(os.path.exists(directory / name) for name in (ORCA_JSON, "config.json"))
-
-
-def latest_step(directory: Path) -> Path | None:
-    """Find the weights of the last step that a trainer saved in `directory`; None where there are no steps.
-
-    A step is a directory with a number, in which the weights are one of the items.
-    """
-    if os.path.exists(directory / TREE):
-        return None
-    try:
-        steps = [path for path in directory.iterdir() if _is_step(path)]
-    except OSError:
-        return None
-    for step in sorted(steps, key=lambda path: int(path.name), reverse=True):
-        weights = _weights_of(step)
-        if weights is not None:
-            return weights
-    return None
-
-
-def _is_step(path: Path) -> bool:
-    return re.fullmatch(r"\d{1,18}", path.name) is not None
-
-
-def weights_in(directory: Path) -> Path:
-    """Find the weights of a step, or of the last step in a directory, or the directory itself has them."""
-    return latest_step(directory) or _weights_of(directory) or directory
-
-
-def _weights_of(step: Path) -> Path | None:
-    return next((step / item for item in _ITEMS if os.path.exists(step / item / TREE)), None)
 
 
 def same_names(model: ModelConfig) -> dict[str, StoredName]:

@@ -15,11 +15,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from orca_jax.checkpoint import zarr_store
 from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.checkpoint.directory import load_checkpoint
-from orca_jax.checkpoint.orbax_store import open_arrays, read_tree
+from orca_jax.checkpoint.orbax import open_chosen
 from orca_jax.config import Format, ServingConfig
-from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, TensorMismatch, UnsupportedModel
+from orca_jax.errors import (
+    BadModelConfig,
+    CheckpointError,
+    ConfigError,
+    CorruptFile,
+    TensorMismatch,
+    UnsupportedModel,
+)
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes
 from orca_jax.families.presets import PRESETS
@@ -77,9 +85,8 @@ def test_serving_gives_the_trainers_tokens(name: str) -> None:
 
 
 def arrays_of(directory: Path) -> dict[str, np.ndarray]:
-    """All arrays of an Orbax checkpoint, by their keys joined with dots."""
-    places = {info.name: info for info in read_tree(directory)}
-    stores = open_arrays(places, str, zeros_are_stored=False)
+    """All arrays of a checkpoint, by their keys joined with dots."""
+    stores = open_chosen(directory, lambda names: names)
     return {name: store.read().result() for name, store in stores.items()}
 
 
@@ -104,6 +111,11 @@ def test_to_safetensors_and_back(name: str, tmp_path: Path) -> None:
     convert_checkpoint(tmp_path / "hf", tmp_path / "back", to=detected.layout)
     found = arrays_of(tmp_path / "back" / ITEMS[detected.layout])
     names = written_names(description.model, detected.layout)
+    if name == "levanter-llama-apart":  # it is written with layers in one array
+        again = load_checkpoint(tmp_path / "back", dtype=np.float32).parameters
+        for ours, values in load_checkpoint(DIRECTORY / name, dtype=np.float32).parameters.items():
+            np.testing.assert_array_equal(again[ours], values, ours)
+        return
     assert set(found) == {theirs for stored in names.values() for theirs in stored.names}
     for ours, stored in names.items():
         for theirs, source in zip(stored.names, detected.names[ours].names, strict=True):
@@ -271,6 +283,86 @@ def test_orca_json_describes_each_form_of_an_array(tunix: Path, tmp_path: Path) 
         write(directory, {"names": names})
         with pytest.raises(BadModelConfig, match=re.escape(words)):
             load_checkpoint(directory, dtype=np.float32)
+
+
+@pytest.fixture
+def levanter(tmp_path: Path) -> Path:
+    ignored = shutil.ignore_patterns("golden.npz")
+    return shutil.copytree(DIRECTORY / "levanter-llama", tmp_path / "levanter", ignore=ignored)
+
+
+def test_a_step_is_read_when_its_last_file_is_there(levanter: Path) -> None:
+    for later in ("step-12", "step-100"):
+        shutil.copytree(levanter / "step-3", levanter / later)
+    (levanter / "step-100" / "metadata.json").unlink()
+    assert read_description(levanter).checkpoint == levanter / "step-12"
+    (levanter / "step-12" / "metadata.json").write_text('{"step": 12, "of": "another program"}')
+    assert read_description(levanter).checkpoint == levanter / "step-3"
+    load_checkpoint(levanter / "step-3", dtype=np.float32)
+    (levanter / "step-3" / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="weights are missing"):
+        load_checkpoint(levanter, dtype=np.float32)
+
+
+def test_an_incomplete_checkpoint_of_easydel(tmp_path: Path) -> None:
+    directory = shutil.copytree(DIRECTORY / "easydel-llama", tmp_path / "easydel")
+    (directory / "checkpoint_metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="which EasyDeL writes last"):
+        load_checkpoint(directory, dtype=np.float32)
+
+
+def test_zarr_arrays_that_are_missing_or_damaged(levanter: Path) -> None:
+    model = levanter / "step-3" / "model"
+    metadata = model / "transformer" / "norm" / "weight" / ".zarray"
+    text = metadata.read_text()
+    metadata.write_text("{")
+    with pytest.raises(CorruptFile, match="weight' cannot be opened"):
+        load_checkpoint(levanter, dtype=np.float32)
+    metadata.write_text(text)
+    (chunk,) = metadata.parent.glob("[0-9]*")
+    chunk.write_bytes(b"no compressed data")
+    with pytest.raises(CorruptFile, match="weight': its data cannot be read"):
+        load_checkpoint(levanter, dtype=np.float32)
+    shutil.rmtree(metadata.parent)
+    with pytest.raises(TensorMismatch, match="weight' is missing"):
+        load_checkpoint(levanter, dtype=np.float32)
+
+
+def test_a_damaged_database(tmp_path: Path) -> None:
+    directory = shutil.copytree(DIRECTORY / "levanter-qwen3-database", tmp_path / "database")
+    (directory / "step-3" / "manifest.ocdbt").write_bytes(b"no manifest")
+    with pytest.raises(CorruptFile, match="is not a database of arrays"):
+        load_checkpoint(directory, dtype=np.float32)
+
+
+def test_easydel_s_fields_in_config_json(tmp_path: Path) -> None:
+    """Fields about sharding and kernels are left out; what changes the model is refused."""
+    config = json.loads((DIRECTORY / "easydel-llama" / "config.json").read_text())
+    for change, words in ((({"bits": 4}), "bits is 4"), ({"number_rep_kv": 2}, "number_rep_kv is 2")):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UnsupportedModel, match=words):
+            read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = {"model_type": "llama", **{name: config[name] for name in _LLAMA_FIELDS}}
+    found = read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    assert found == read_config(tmp_path)
+
+
+_LLAMA_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
+    *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
+)
+
+
+def test_written_chunks_are_small_and_of_one_layer(tmp_path: Path) -> None:
+    values = np.arange(3 * 1200 * 1000, dtype=np.float32).reshape(3, 1200, 1000)
+    zarr_store.write(tmp_path / "x", ["a.b"], {"a.b": values}.__getitem__, index=False, apart={"a.b": (0,)})
+    (store,) = zarr_store.open_arrays(zarr_store.read_tree(tmp_path / "x"), str).values()
+    chunk = store.chunk_layout.read_chunk.shape
+    assert chunk[0] == 1 and np.prod(chunk) * 4 <= 1 << 22
+    np.testing.assert_array_equal(store.read().result(), values)
 
 
 def test_an_unknown_format(tunix: Path, tmp_path: Path) -> None:
