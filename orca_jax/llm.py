@@ -452,7 +452,7 @@ class LLM:
 
         `weights` is a dict of arrays by the names of `families.parameters`, an nnx.State or nnx.Module with
         such paths, or the directory of a checkpoint of the same model. Arrays may also have the names and
-        shapes of MaxText, Tunix or Gemma's own code: that of `layout`, or by default the one that the names
+        shapes of a trainer: that of `layout`, or by default the one that the names
         show. Arrays are copied; `cast` allows other floating dtypes. Names that end in .lora_a and .lora_b
         are adapters, which are multiplied with `lora_scale` and merged (docs/training.md). Names of a dict
         that begin with `draft.` are new weights of the draft model; without any it stays. `version` must be

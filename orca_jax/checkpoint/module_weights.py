@@ -29,7 +29,7 @@ _SHOWN = 4  # names in a message
 
 @dataclass(frozen=True, slots=True)
 class _OrbaxPlane:
-    """An array of any rank in an Orbax checkpoint."""
+    """An array of any rank in a checkpoint of TensorStore arrays."""
 
     where: str
     store: Any  # a ts.TensorStore

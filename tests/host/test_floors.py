@@ -68,9 +68,9 @@ COMPOSITION = ("launch", "llm", "rollout")
 LAZY = {"checkpoint", "user_model", "launch", "llm", "rollout"}  # where the face's lazy names are from
 # Imported inside a function, by the one file that may: what is slow to import and few need.
 ON_DEMAND = {
-    "orca_jax/checkpoint/orbax.py": "orca_jax.checkpoint.orbax_store",
-    "server/commands/router_view.py": "server.kv_events.publisher",
-    "server/tracing/tracing.py": "server.tracing.otlp",
+    "orca_jax/checkpoint/orbax.py": ("orca_jax.checkpoint.orbax_store", "orca_jax.checkpoint.zarr_store"),
+    "server/commands/router_view.py": ("server.kv_events.publisher",),
+    "server/tracing/tracing.py": ("server.tracing.otlp",),
 }
 
 # Functions that import by name, and the files that may call them: a user's own function, a command's module.
@@ -206,7 +206,7 @@ def _why_not(path: str, here: str, item: Import) -> str | None:
         allowed = path in HIDES_IMPORTS[item.target.removesuffix("()")]
         return f"{item.target} hides an import" if top in ("orca_jax", "server") and not allowed else None
     lazy_face = path == "orca_jax/__init__.py" and item.inside in ("__getattr__", "TYPE_CHECKING")
-    lazy = lazy_face or ON_DEMAND.get(path) == item.target
+    lazy = lazy_face or item.target in ON_DEMAND.get(path, ())
     if item.inside not in (None, "TYPE_CHECKING") and not lazy:
         return f"import of {item.target} inside {item.inside}"
     if here in WITHOUT_JAX and _is_device(item.target):

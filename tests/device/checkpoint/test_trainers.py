@@ -360,7 +360,8 @@ def test_written_chunks_are_small_and_of_one_layer(tmp_path: Path) -> None:
     values = np.arange(3 * 1200 * 1000, dtype=np.float32).reshape(3, 1200, 1000)
     zarr_store.write(tmp_path / "x", ["a.b"], {"a.b": values}.__getitem__, index=False, apart={"a.b": (0,)})
     (store,) = zarr_store.open_arrays(zarr_store.read_tree(tmp_path / "x"), str).values()
-    chunk = store.chunk_layout.read_chunk.shape
+    layout: Any = store.chunk_layout
+    chunk = layout.read_chunk.shape
     assert chunk[0] == 1 and np.prod(chunk) * 4 <= 1 << 22
     np.testing.assert_array_equal(store.read().result(), values)
 

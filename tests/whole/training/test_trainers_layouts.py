@@ -1,5 +1,6 @@
 """LLM.update_weights with arrays as MaxText, Tunix and Gemma's own code hold them."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect
 from orca_jax.families.trainers.orca_json import read_description
-from orca_jax.launch.new_weights import check_adapters, check_arrays
+from orca_jax.launch.new_weights import check_adapters, check_arrays, named_arrays
 from tests.device.checkpoint.test_trainers import DIRECTORY, SOME, arrays_of, golden_of
 
 SCANNED = "maxtext-llama2-scanned"  # a stack of layers, and a factor in its queries
@@ -56,6 +57,52 @@ def test_the_same_bits_as_from_a_checkpoint(name: str):
         assert made.keys() == expected.parameters.keys()
         for ours, values in expected.parameters.items():
             np.testing.assert_array_equal(made[ours](), values, ours)
+
+
+@dataclasses.dataclass
+class Named:
+    """An array with named axes, as Haliax registers its own: without the name of its child."""
+
+    array: Any
+
+
+jax.tree_util.register_pytree_node(
+    Named, lambda named: ((named.array,), None), lambda _, leaves: Named(*leaves)
+)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Module:
+    """A module with attributes, as Equinox registers its own."""
+
+    def __init__(self, parts: dict[str, Any]):
+        self.parts = parts
+
+    def tree_flatten_with_keys(self) -> Any:
+        children = [(jax.tree_util.GetAttrKey(name), part) for name, part in self.parts.items()]
+        return children, tuple(self.parts)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], parts: Any) -> "Module":
+        return cls(dict(zip(names, parts, strict=True)))
+
+
+def test_a_module_of_named_arrays():
+    """Names go through attributes, and end inside each named array."""
+    expected = load_checkpoint(DIRECTORY / "levanter-llama", dtype=FLOAT)
+
+    def made(parts: Any) -> Any:
+        return Module({n: made(p) for n, p in parts.items()}) if isinstance(parts, dict) else Named(parts)
+
+    arrays = named_arrays(made(nested(trainers_arrays("levanter-llama"))))
+    assert "transformer.layers.stacked.self_attn.q_proj.weight.0" in arrays
+    weights = check_arrays(arrays, expected.config, FLOAT, cast=False, layout="levanter")
+    for ours, values in expected.parameters.items():
+        np.testing.assert_array_equal(weights[ours](), values, ours)
+    with pytest.raises(TensorMismatch, match="layout tunix"):
+        check_arrays(arrays, expected.config, FLOAT, cast=False, layout="tunix")
+    with pytest.raises(TensorMismatch, match="the new weights are a list"):
+        named_arrays([1, 2])
 
 
 @pytest.fixture(scope="module")
