@@ -37,11 +37,11 @@ def n_characters(tokens: Sequence[PlacedToken]) -> int:
 class TokenPlaces:
     """Places one output's tokens. A token is released with the character in which it begins.
 
-    A token without text, such as a special token, is released with the next token that has text. So neither
-    tokens after a stop string nor an end-of-sequence token are released, unless the output ends because of
-    its length: then all remaining tokens are. Without a tokenizer there is no text to wait for, and every
-    token is released at once. `continuing` says that the output follows other text, and `shown` has the
-    special tokens that count as text, as in TextStream.
+    A token without text, such as a special token, is released with the next token that has text. So
+    neither tokens after a stop string nor an end-of-sequence token are released, unless the output ends
+    because of its length, or all are wanted (`every`): then all remaining tokens are. Without a tokenizer
+    there is no text to wait for, and every token is released at once. `continuing` says that the output
+    follows other text, and `shown` has the special tokens that count as text, as in TextStream.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class TokenPlaces:
         *,
         continuing: bool = True,
         shown: Mapping[int, TokenText] | None = None,
+        every: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
+        self._releasing = {*FinishReason} if every else {FinishReason.LENGTH}  # all tokens at the end
         self._special = shown or {}
         self._decoder: TextDecoder = Utf8Decoder()
         if tokenizer is not None:
@@ -71,7 +73,7 @@ class TokenPlaces:
             placed = PlacedToken(token_id, self._offset + place, logprob, top)
             self._waiting.append((placed, text is not None and bool(text.data)))
         self._n_shown += len(piece.text)
-        if self._tokenizer is None or piece.finish_reason is FinishReason.LENGTH:
+        if self._tokenizer is None or piece.finish_reason in self._releasing:
             n = len(self._waiting)
         else:
             n = self._n_begun()

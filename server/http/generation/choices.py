@@ -64,7 +64,13 @@ class ChoiceOutput:
         self._prompt = prompt  # None once it has been shown
         tokenizer = extras.names.tokenizer
         continuing = tokenizer is None or tokenizer.have_text(scored.prompt_ids)
-        self._places = TokenPlaces(tokenizer, len(prompt or ""), continuing=continuing, shown=extras.shown)
+        self._places = TokenPlaces(
+            tokenizer,
+            len(prompt or ""),
+            continuing=continuing,
+            shown=extras.shown,
+            every=extras.token_ids,
+        )
 
     @property
     def n_prompt_tokens(self) -> int:

@@ -38,8 +38,9 @@ from server.http.state import CallOf
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
-def _none_for_false(value: Any) -> Any:
-    return None if value is False else value
+def _number_for_bool(value: Any) -> Any:
+    """Read a chat's `logprobs` as vLLM does here: true is 1; false is none."""
+    return {True: 1, False: None}[value] if isinstance(value, bool) else value
 
 
 class CompletionRequest(GenerationRequest):
@@ -62,7 +63,7 @@ class CompletionRequest(GenerationRequest):
     ] = None
     logprobs: Annotated[
         int | None,
-        BeforeValidator(_none_for_false, json_schema_input_type=int | Literal[False] | None),
+        BeforeValidator(_number_for_bool, json_schema_input_type=int | bool | None),
         ranged(
             "return log-probabilities of the tokens and of this many of the most likely ones; default: none",
             0,

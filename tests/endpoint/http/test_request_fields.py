@@ -346,7 +346,7 @@ def test_values_of_a_wrong_type_are_rejected(client: httpx2.Client, place: Place
             completion(stream=True, stream_options={"include_usage": 1}),
             "stream_options.include_usage",
         ),
-        (COMPLETIONS, completion(logprobs=True), "logprobs"),
+        (COMPLETIONS, completion(logprobs=1.5), "logprobs"),
         (COMPLETIONS, completion(stop_token_ids=[1, "a"]), "stop_token_ids.1"),
         (COMPLETIONS, completion(allowed_token_ids=[1, True]), "allowed_token_ids.1"),
         (COMPLETIONS, completion(bad_words=["a", None]), "bad_words.1"),

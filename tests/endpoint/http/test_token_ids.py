@@ -56,6 +56,33 @@ def test_a_completion_has_token_ids() -> None:
             assert "".join(choice["text"] for choice in choices) == "é!"
 
 
+def test_the_request_of_skyrl_s_tinker_server() -> None:
+    """The fields that its client of an external engine sends, and those of the response that it reads."""
+    fields = {
+        "model": "test",
+        "prompt": [97, 98],
+        "n": 2,
+        "seed": 7,
+        "max_tokens": 20,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "logprobs": True,
+        "stream": False,
+        "return_token_ids": True,
+    }
+    with serving(Replies("é!")) as server:
+        choices = post(server, COMPLETIONS, **fields).json()["choices"]
+        assert len(choices) == 2
+        for choice in choices:
+            assert choice["token_ids"] == [0xC3, 0xA9, ord("!"), END]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            assert len(logprobs) == len(choice["token_ids"]) and all(each <= 0 for each in logprobs)
+            assert choice["finish_reason"] == "stop"
+        without = post(server, COMPLETIONS, **fields | {"logprobs": False}).json()["choices"][0]
+        assert without.get("logprobs") is None
+
+
 def test_the_tokens_of_a_stop_string_are_there_and_those_of_an_echo_are_the_outputs() -> None:
     with serving(Replies("one two")) as server:
         choice = post(server, COMPLETIONS, prompt="ab", max_tokens=20, stop="two").json()["choices"][0]
