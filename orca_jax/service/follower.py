@@ -12,7 +12,7 @@ from orca_jax.errors import EngineError, OrcaError, RequestsStillRunning, Servic
 from orca_jax.service.engine_controls import EngineControls
 
 # A step's directory: as Orbax names it, and as trainers do that write safetensors.
-_STEP = re.compile(r"(?:(?:step|checkpoint|global_step|ckpt|iter)[-_]?)?(\d{1,15})")
+_STEP = re.compile(r"(?:(?:step|checkpoint|global_step|ckpt|iter|run)[-_]?)?(\d{1,15})")
 _SECONDS = 1.0  # between two looks
 _UPDATE_SECONDS = 60.0  # for another change of the engine to end
 _MOST_TRIED = 8  # steps in one look

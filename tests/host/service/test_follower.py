@@ -69,8 +69,12 @@ def test_the_newest_step_is_loaded_once(run: Run) -> None:
     run.save("checkpoint-300")
     run.save("step_200")
     assert run.follower.look()
-    assert run.controls.read == ["100", "checkpoint-300"] and run.controls.weights_version == 300
-    assert [event.split(" from")[0] for event in run.events] == ["loaded step 100", "loaded step 300"]
+    run.save("run-400")
+    assert run.follower.look()
+    assert run.controls.read == ["100", "checkpoint-300", "run-400"] and run.controls.weights_version == 400
+    assert [event.split(" from")[0] for event in run.events] == [
+        *("loaded step 100", "loaded step 300", "loaded step 400"),
+    ]
 
 
 @pytest.mark.parametrize(
