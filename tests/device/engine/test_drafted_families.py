@@ -6,27 +6,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
+from orca_jax.engine.draft_engine import DraftEngine
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers, Worker
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.rows.drafted import Drafted
+from orca_jax.iteration.shape import serving_buckets
+from orca_jax.launch.local_engine import build_engine
+from orca_jax.planning.draft_model import draft_serving
 from orca_jax.request.request import PLAIN, Request
 from orca_jax.request.sampling_params import SamplingParams
+from orca_jax.sharding.partition import split_model
 from orca_jax.speculation.drafter import Speculation, configured_speculation
 from tests.device.engine.planned_requests import assert_same_logprobs
-from tests.device.harness import harness
+from tests.device.harness import harness, place
 from tests.device.model.golden import load_golden
 
 SERVING = ServingConfig(max_batch_size=8, n_slots=160, max_batch_tokens=64, block_size=4)
 BUCKETS = (8, 64)  # a deterministic engine's too
 N_TOKENS = 4  # drafts
+DRAFT_SIZES = replace(draft_serving(SERVING, n_slots=160, prefix_caching=True), max_batch_tokens=16)
+DRAFT_BUCKETS = (8, 16)
 END = frozenset({1})
 
 
@@ -41,12 +50,43 @@ def family(name: str, deterministic: bool) -> tuple[ModelConfig, Sequence[Worker
     return model, engine._workers.workers
 
 
+@cache
+def draft_workers(name: str) -> Sequence[Worker]:
+    """The worker of a draft model: the served model with noise in its weights, for some wrong drafts."""
+    checkpoint = load_checkpoint(load_golden(name).directory, dtype=jnp.float32)
+    model, (part,) = checkpoint.config, split_model(checkpoint.config, jax.devices()[:1])
+    rng = np.random.default_rng(0)
+    noisy = {
+        key: value + 0.1 * jnp.std(value) * rng.standard_normal(value.shape, np.float32)
+        for key, value in checkpoint.parameters.items()
+    }
+    stages = place(model, noisy, [part])
+    return build_engine(model, stages, DRAFT_SIZES, [part], buckets=DRAFT_BUCKETS).workers.workers
+
+
+def draft_model(name: str) -> DraftEngine:
+    """Make a draft model's engine with an empty cache."""
+    model, workers = family(name, deterministic=False)[0], draft_workers(name)
+    parts = split_model(model, jax.devices()[:1])
+    built = build_engine(model, [], DRAFT_SIZES, parts, buckets=DRAFT_BUCKETS, workers=workers)
+    costs = [0.0] * len(serving_buckets(DRAFT_SIZES))
+    return DraftEngine(built.engine, built.kv, model=model, config=DRAFT_SIZES, costs=costs)
+
+
 @dataclass(frozen=True)
 class Asked:
     arrival: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int
+
+
+# An example with right and wrong drafts, whatever else is drawn, and a policy that suits every engine.
+CROWD = [
+    Asked(i, (2, 3, 4) * (i + 1), SamplingParams(max_tokens=24, temperature=0.9, top_p=0.8, logprobs=1), 0)
+    for i in range(4)
+]
+ONE_PHASE = SchedulingConfig(chunked_prefill=False, prefix_caching=False, reservation="full")
 
 
 class Told:
@@ -77,6 +117,7 @@ def play(
             end_token_ids=END,
             kind=PLAIN if speculation is None else Drafted(speculation),
             priority=one.priority,
+            owner=f"client {i % 2}",
         )
         for i, (one, speculation) in enumerate(zip(asked, each, strict=True))
     ]
@@ -101,13 +142,25 @@ def drawn_requests() -> st.SearchStrategy[list[Asked]]:
     return st.lists(asked, min_size=2, max_size=5)
 
 
-policies = st.builds(
-    SchedulingConfig,
-    chunked_prefill=st.booleans(),
-    prefix_caching=st.booleans(),
-    reservation=st.sampled_from(["full", "on-demand"]),
-    scheduling_policy=st.sampled_from(["fcfs", "priority"]),
-)
+def policies(deterministic: bool) -> st.SearchStrategy[SchedulingConfig]:
+    orders = ["fcfs", "priority", "fair"]
+    if deterministic:
+        return st.builds(
+            SchedulingConfig,
+            chunked_prefill=st.just(False),
+            prefix_caching=st.just(False),
+            reservation=st.just("full"),
+            scheduling_policy=st.sampled_from(orders),
+        )
+    return st.booleans().flatmap(
+        lambda prefix_caching: st.builds(
+            SchedulingConfig,
+            chunked_prefill=st.booleans(),
+            prefix_caching=st.just(prefix_caching),
+            reservation=st.sampled_from(["full", "on-demand"]),
+            scheduling_policy=st.sampled_from([*orders, *["longest-prefix"] * prefix_caching]),
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,28 +177,26 @@ policies = st.builds(
 )
 def test_results_are_those_without_speculation(name: str, deterministic: bool, n_examples: int) -> None:
     seen = Counter[str]()
+    all_drafters = n_examples > 100
 
     @settings(
         max_examples=n_examples,
         deadline=None,
-        derandomize=n_examples < 100,
+        derandomize=not all_drafters,
         suppress_health_check=[HealthCheck.too_slow],
     )
+    @example(asked=CROWD, policy=ONE_PHASE, drafter="told", wrong=0.2)
     @given(
         asked=drawn_requests(),
-        policy=policies,
-        drafter=st.sampled_from(["told", "suffix", "ngram"]),
+        policy=policies(deterministic),
+        drafter=st.sampled_from(["told", "suffix", "ngram", *["model"] * all_drafters]),
         wrong=st.sampled_from([0.2, 0.0, 1.0]),
     )
     def results_are_equal(asked: list[Asked], policy: SchedulingConfig, drafter: str, wrong: float) -> None:
-        if deterministic:
-            policy = replace(policy, chunked_prefill=False, prefix_caching=False, reservation="full")
         plain = replace(SERVING, deterministic=deterministic, scheduling=ORCA)
         expected = play(name, asked, plain, [None] * len(asked))
-        size, speculative = (
-            family(name, deterministic)[0].vocab_size,
-            "ngram" if drafter == "told" else drafter,
-        )
+        size = family(name, deterministic)[0].vocab_size
+        speculative = "suffix" if drafter == "suffix" else "ngram"
         policy = replace(policy, speculative=speculative, speculative_tokens=N_TOKENS)
         made = configured_speculation(policy, vocab_size=size)
         assert made is not None
@@ -155,13 +206,21 @@ def test_results_are_those_without_speculation(name: str, deterministic: bool, n
             each = [
                 Speculation(lambda *_, known=known: Told(known, wrong), N_TOKENS, size) for known in outputs
             ]
+        shared = draft_model(name) if drafter == "model" else None
+        if shared is not None:
+            each = [Speculation(lambda *_: Told((), 0.0), N_TOKENS, size, shared=shared)] * len(asked)
         drafting = replace(plain, scheduling=policy)
         for ours, theirs in zip(play(name, asked, drafting, each), expected, strict=True):
             assert (ours.output_ids, ours.finish_reason) == (theirs.output_ids, theirs.finish_reason)
             assert_same_logprobs(ours.logprobs, theirs.logprobs, atol=0.0 if deterministic else 1e-5)
+        assert shared is None or not shared.failed
         for speculation in {id(one): one for one in each}.values():
+            if speculation.shared is not None:
+                seen["a model's accepted"] += speculation.n_accepted
+                seen["a model's rejected"] += speculation.n_drafted - speculation.n_accepted
             seen["accepted"] += speculation.n_accepted
             seen["rejected"] += speculation.n_drafted - speculation.n_accepted
 
     results_are_equal()
     assert seen["accepted"] >= 5 and seen["rejected"] >= 5, seen
+    assert not all_drafters or min(seen["a model's accepted"], seen["a model's rejected"]) >= 5, seen
