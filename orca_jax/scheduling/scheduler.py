@@ -322,12 +322,14 @@ class Scheduler:
 def _accepted(iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
     """Let the requests that go on take their answers, by place in the batch."""
     rows, partial = iteration.rows, iteration.partial
-    places, requests = list[int](), list[Request]()
-    for i in answers:
+    places, requests, given = list[int](), list[Request](), list[RowAnswer]()
+    for i, answer in answers.items():
         req, _ = rows[i]
         if req.ending is None and req.state is not FINISHED and not (partial and i in partial):
             places.append(i)
             requests.append(req)
-    given = [answers[i] for i in places]
-    accepted = [one for cls, some in by_kind(requests) for one in cls.accept_all(requests[some], given[some])]
+            given.append(answer)
+    accepted = list[Accepted]()
+    for cls, some in by_kind(requests):
+        accepted += cls.accept_all(requests[some], given[some])
     return dict(zip(places, accepted, strict=True))

@@ -83,8 +83,7 @@ class Drafted(RowKind):
     def chances(cls, requests: Sequence[Request]) -> list[float]:
         chances = list[float]()
         speculation, n_of_engine = None, 0.0
-        for req in requests:
-            kind = cast("Drafted", req.kind)
+        for req, kind in zip(requests, _kinds(requests), strict=True):
             if kind.speculation is not speculation:
                 speculation = kind.speculation
                 n_of_engine = _OF_ENGINE * speculation.chance
@@ -141,18 +140,19 @@ class Drafted(RowKind):
     @classmethod
     def most_tokens(cls, requests: Sequence[Request]) -> list[int]:
         most = list[int]()
-        for req in requests:
-            kind = cast("Drafted", req.kind)
-            if len(req.output_ids) != kind._n_output and not req.n_in_flight:
+        for req, kind in zip(requests, _kinds(requests), strict=True):
+            if req.n_in_flight:
+                most.append(1)
+                continue
+            if len(req.output_ids) != kind._n_output:
                 kind._draft(req)
-            most.append(1 if req.n_in_flight else 1 + len(kind._drafts))
+            most.append(1 + len(kind._drafts))
         return most
 
     @classmethod
     def known_ids(cls, rows: Sequence[Row]) -> list[Sequence[int]]:
         known = list[Sequence[int]]()
-        for req, n_tokens in rows:
-            kind = cast("Drafted", req.kind)
+        for (req, n_tokens), kind in zip(rows, _kinds([req for req, _ in rows]), strict=True):
             before, kind.sent = kind.sent, ()
             # Request.in_initiation, inlined for speed.
             if req.state is not _INCREMENT and req.n_in_flight == req.n_partial:
@@ -182,10 +182,10 @@ class Drafted(RowKind):
     @classmethod
     def accept_all(cls, requests: Sequence[Request], answers: Sequence[RowAnswer]) -> list[Accepted]:
         accepted = list[Accepted]()
-        speculation = cast("Drafted", requests[0].kind).speculation
+        kinds = _kinds(requests)
+        speculation = kinds[0].speculation
         n_drafted = n_accepted = n_all_right = n_compared = 0
-        for req, (sampled, logprobs) in zip(requests, answers, strict=True):
-            kind = cast("Drafted", req.kind)
+        for req, kind, (sampled, logprobs) in zip(requests, kinds, answers, strict=True):
             sent = kind.sent
             n_right = n_sent = len(sent)
             if sent != sampled[:n_sent]:
@@ -207,7 +207,8 @@ class Drafted(RowKind):
                 speculation = kind.speculation
                 n_drafted = n_accepted = n_all_right = n_compared = 0
             n_drafted += n_sent
-            n_accepted += min(len(kept[0]), n_right)
+            n_kept = len(kept[0])
+            n_accepted += n_right if n_right < n_kept else n_kept
             n_all_right += n_right
             n_compared += kind._learn(n_next, n_sent, n_right)
         speculation.count(n_drafted, n_accepted, n_all_right, n_compared)
@@ -284,6 +285,10 @@ class Drafted(RowKind):
             return drafts
         wrong = next((i for i, token_id in enumerate(drafts) if not 0 <= token_id < vocab_size), len(drafts))
         return drafts[:wrong]
+
+
+def _kinds(requests: Sequence[Request]) -> "list[Drafted]":
+    return cast("list[Drafted]", [req.kind for req in requests])
 
 
 def _n_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
