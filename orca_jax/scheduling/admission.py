@@ -13,7 +13,6 @@ from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.beam_blocks import most_blocks
-from orca_jax.scheduling.kv_manager import KVManager
 
 # The host memory of a waiting request, in bytes:
 _REQUEST = 4096  # fixed cost: the request, its Output, its parameters
@@ -120,7 +119,7 @@ def check_routing(sampling: SamplingParams, model: ModelConfig) -> None:
 
 
 def check_search(
-    n_input: int, n_encoder: int, sampling: SamplingParams, model: ModelConfig, kv: KVManager
+    n_input: int, n_encoder: int, sampling: SamplingParams, model: ModelConfig, config: ServingConfig
 ) -> None:
     """Raise RequestTooLarge if the beams of a search could need more blocks than there are.
 
@@ -132,11 +131,11 @@ def check_search(
     if model.has_state:
         message = "use_beam_search is not supported for a model with recurrent layers; leave it out"
         raise NotSupported(message, param="use_beam_search")
-    most = most_blocks(n_input, n_input + sampling.max_tokens, sampling.n_beams, kv.block_size)
-    most += kv.n_blocks_for(n_encoder)
-    if most > kv.n_blocks:
+    most = most_blocks(n_input, n_input + sampling.max_tokens, sampling.n_beams, config.block_size)
+    most += -(-n_encoder // config.block_size)
+    if most > config.n_blocks:
         message = f"{sampling.n_beams} beams of up to {sampling.max_tokens} output tokens can take {most} "
-        message += f"blocks of slots, and there are {kv.n_blocks}; ask for fewer beams or output tokens"
+        message += f"blocks of slots, and there are {config.n_blocks}; ask for fewer beams or output tokens"
         raise RequestTooLarge(message, param="max_tokens")
 
 

@@ -10,6 +10,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.service.intake import Intake
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
 
@@ -18,7 +19,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def pooled_prompt(
-    service: Orca,
+    service: Intake,
     token_ids: Sequence[int],
     pooling: object,
     scheduling: SchedulingParams = PLAIN,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self, TypeVar, overload
+from typing import Self, TypeVar, cast, overload
 
 from orca_jax.config import RestartBound, ServingConfig
 from orca_jax.errors import (
@@ -19,13 +19,9 @@ from orca_jax.errors import (
     EngineError,
     InvalidSamplingParameter,
     ServiceClosed,
-    UnknownAdapter,
-    did_you_mean,
-    shown,
 )
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.adapter import Adapter
-from orca_jax.request.output_form import PLAIN_TEXT, OutputForm
 from orca_jax.request.pooling import Pooling
 from orca_jax.request.request import FinishReason, Request, SharedDrafter
 from orca_jax.request.sampling_params import SamplingParams
@@ -34,13 +30,6 @@ from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.adapter_slots import AdapterSlots, AdapterStore
 from orca_jax.scheduling.admission import (
     CheckedPrompt,
-    EncoderInputs,
-    TokenName,
-    check_prompt,
-    check_search,
-    check_use,
-    longest_request,
-    unnamed,
     weight_in_bytes,
 )
 from orca_jax.scheduling.engine_protocol import Engine
@@ -54,31 +43,29 @@ from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import FairQueue, waiting_queue
 from orca_jax.service.generation import Generation
 from orca_jax.service.interludes import Interludes
-from orca_jax.service.output import LOOK_SECONDS, Output, OutputSoFar, RequestHandle, no_stream
-from orca_jax.service.prepared_params import OutputRules, RuleMaker
+from orca_jax.service.output import LOOK_SECONDS, Output, OutputSoFar, PublishedSink, RequestHandle, no_stream
+from orca_jax.service.prepared_params import OutputRules
 from orca_jax.service.recorder import RecordedPool, Recorder, TimelineRecorder
+from orca_jax.service.service import Drop, End, Service
 from orca_jax.speculation.drafter import configured_speculation
 
 SCHEDULER_THREAD = "orca-scheduler"  # the thread's name
 _SEED_BITS = 48  # JSON readers that have only doubles still read the seed exactly
 
 H = TypeVar("H", bound=RequestHandle)
-_End = Callable[[FinishReason], object]
-_Drop = Callable[[], object]
 
 
-class Orca:
+class Orca(Service):
     """The service of ORCA's Figure 4 without its endpoint. `start` runs it, `close` ends it.
 
     A request without a seed gets a random one: from a generator seeded with `seed`, or by the system;
     with `seed`, a program that submits in the same order gets the same output again. `clock` returns
     the timeline's seconds. After the loss of a worker the engine restarts, as often as `restarts` allows, and
     its requests resume. `failure` is a permanent failure of the engine: every live request then ends with the
-    reason `error`, and new ones are rejected. `on_delivered`, if set, is called on the scheduler's thread
-    with all deliveries of an iteration, after they are in the requests' Outputs. Without a `tokenizer`,
-    output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft model. A
-    `recorder` records until `close` what is needed to repeat the batches. `pooling` is the default of
-    embeddings; without it, the last token's state, or the first one's in a model without causal masks.
+    reason `error`, and new ones are rejected. `on_published` and `on_delivered`, if set, are called in this
+    order on the scheduler's thread after the deliveries of an iteration are in the requests' sinks. Without a
+    `tokenizer`, output text is empty. `adapters` has the engine's LoRA adapters, and `drafter` is its draft
+    model. A `recorder` records until `close` what is needed to repeat the batches.
     """
 
     def __init__(
@@ -98,8 +85,14 @@ class Orca:
         drafter: SharedDrafter | None = None,
         pooling: Pooling | None = None,
     ) -> None:
+        speculation = configured_speculation(
+            config.scheduling, vocab_size=model.vocab_size, draft_model=drafter
+        )
+        super().__init__(
+            config=config, model=model, tokenizer=tokenizer, speculation=speculation, pooling=pooling
+        )
         self._failure: EngineError | None = None
-        self.on_delivered: Callable[[Sequence[Delivery]], None] | None = None
+        self.on_published: Callable[[], None] | None = None
         self._recorder = recorder
         pool = RequestPool
         if recorder is not None:
@@ -115,6 +108,7 @@ class Orca:
             queue=self._queue,
             clock=clock,
         )
+        self.max_each = self.pool.max_each
         self.scheduler = Scheduler(self.pool, engine, kv, config=config, timeline=self.timeline)
         if recorder is not None:
             self.timeline.observers = (TimelineRecorder(recorder, self.scheduler),)
@@ -123,8 +117,6 @@ class Orca:
         self.interludes = Interludes(
             self.scheduler, self.recovery, wake=self.pool.wake, stopped=self._stopped
         )
-        self.model = model
-        self.pooling: Pooling = pooling or ("cls" if model.is_bidirectional else "last")
         self.adapter_store = adapters
         if adapters is not None:
             slots = AdapterSlots(config.max_loras, adapters, wake=self.pool.wake)
@@ -135,16 +127,6 @@ class Orca:
             kv.disk.files.wake = self.pool.wake
         if kv.arriving is not None:
             kv.arriving.wake = self.pool.wake
-        self._order = config.scheduling.scheduling_policy
-        self._limit = longest_request(config=config, model=model)
-        self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
-        self._inputs = EncoderInputs(config, model, self.token_name)
-        self.speculation = configured_speculation(
-            config.scheduling, vocab_size=model.vocab_size, draft_model=drafter
-        )
-        self._rules = RuleMaker(
-            model, tokenizer, max_batch_size=config.max_batch_size, speculation=self.speculation
-        )
         self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
         self._continued = False  # whether a request has continued another one's output
@@ -169,6 +151,22 @@ class Orca:
     def trouble(self) -> str | None:
         """The lost stage and how it was lost, while the engine restarts; None while it works."""
         return self.recovery.trouble
+
+    @property
+    def is_paused(self) -> bool:
+        return self.interludes.paused
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.interludes.asleep > 0
+
+    @property
+    def expected_wait(self) -> float | None:
+        interval = self.timeline.recent_finish_interval()
+        return None if interval is None else interval * self.pool.n_waiting
+
+    def check_room(self, n: int, owner: str) -> None:
+        self.pool.check_room(n, owner)
 
     def weigh_owners(self, weights: Mapping[str, float]) -> None:
         """Set owners' shares, before the first request. Only for the scheduling policy "fair"."""
@@ -211,20 +209,6 @@ class Orca:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def rules(
-        self, sampling: SamplingParams, form: OutputForm = PLAIN_TEXT, loose: OutputForm | None = None
-    ) -> OutputRules:
-        """Check and compile parameters, with the form `loose` if no grammar can be made of `form`.
-
-        A grammar may take seconds. Raises a leaf of InvalidRequest.
-        """
-        try:
-            return self._rules.rules(sampling, form)
-        except InvalidSamplingParameter as error:
-            if loose is None or error.param != form.field:
-                raise
-        return self._rules.rules(sampling, loose)
-
     def check(
         self,
         prompt_ids: Sequence[int],
@@ -235,62 +219,19 @@ class Orca:
         decoder_ids: Sequence[int] | None = None,
         pooling: Pooling | None = None,
     ) -> CheckedPrompt:
-        """Check a prompt before anything runs; `submit` does not check it again.
+        """Check a prompt as `Intake.check` does, and hash its blocks, once for all its outputs.
 
-        With `pooling` the request is for an embedding.
-
-        With an encoder the prompt is its input, and the output follows `decoder_ids`. These begin with the
-        model's `decoder_start_token_id`, which is added if it is missing.
-
-        Prompts of different tenants share no keys and values. The prompt's blocks are hashed here, once for
-        all its outputs and on the caller's thread, so that a long prompt does not delay the scheduler.
-
-        Raises a leaf of InvalidRequest.
+        This is the caller's thread, so that a long prompt does not delay the scheduler.
         """
-        if scheduling.priority:
-            scheduling.check_policy(self._order)
-        check_use(self.model, pooling)
-        encoder_ids, prompt_ids = self._inputs.split(prompt_ids, decoder_ids, rules.sampling)
-        checked = check_prompt(
-            prompt_ids,
-            rules.sampling.max_tokens,
-            model=self.model,
-            limit=self._limit,
-            token_name=self.token_name,
+        checked = super().check(
+            prompt_ids, rules, scheduling, tenant=tenant, decoder_ids=decoder_ids, pooling=pooling
         )
-        check_search(len(prompt_ids), len(encoder_ids), rules.sampling, self.model, self._kv)
-        adapter = self.adapter(scheduling.adapter)
-        salt = (tenant, scheduling.cache_salt or "", *([] if adapter is None else [adapter.salt]))
-        hashes = prompt_hashes(checked.token_ids, salt, self._kv)
-        return replace(
-            checked,
-            encoder_ids=encoder_ids,
-            pooling=pooling,
-            priority=scheduling.priority,
-            cache_salt=salt,
-            block_hashes=None if hashes is None else tuple(hashes),
-            adapter=adapter,
-            kv_transfer=scheduling.kv_transfer,
-        )
+        hashes = prompt_hashes(checked.token_ids, checked.cache_salt, self._kv)
+        return replace(checked, block_hashes=None if hashes is None else tuple(hashes))
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """The LoRA adapters that requests may choose, by name."""
         return {} if self.adapter_store is None else self.adapter_store.adapters
-
-    def adapter(self, name: str | None) -> Adapter | None:
-        """The LoRA adapter of this name; None for None. Raises UnknownAdapter."""
-        found = None if name is None else self.adapters.get(name)
-        if found is None and name is not None:
-            known = ", ".join(self.adapters) or "none"
-            message = f"there is no adapter {shown(name)} here; the adapters are {known}"
-            raise UnknownAdapter(f"{message}{did_you_mean(name, self.adapters)}", param="adapter")
-        return found
-
-    def most_output(self, n_input: int) -> int:
-        """The largest `max_tokens` for a prompt of `n_input` tokens; below 1 if the prompt is too long."""
-        n_output = self._limit.n_tokens - (n_input if self.model.encoder is None else 1)
-        return n_output - self.model.is_bidirectional  # whose token is no output
 
     @overload
     def submit(
@@ -316,7 +257,7 @@ class Orca:
         scheduling: SchedulingParams = PLAIN,
         begun: OutputSoFar | None = None,
         on_end: Callable[[], object] | None = None,
-        handle: Callable[[Output, _End, _Drop], H],
+        handle: Callable[[Output, End, Drop], H],
     ) -> H: ...
 
     def submit(
@@ -329,7 +270,7 @@ class Orca:
         scheduling: SchedulingParams = PLAIN,
         begun: OutputSoFar | None = None,
         on_end: Callable[[], object] | None = None,
-        handle: Callable[[Output, _End, _Drop], H] | type[Generation] = Generation,
+        handle: Callable[[Output, End, Drop], H] | type[Generation] = Generation,
     ) -> H | Generation:
         """Submit a request for one output; `OutputRules.choices` are the rules of several.
 
@@ -342,6 +283,25 @@ class Orca:
         Raises a leaf of InvalidRequest, QueueFull, ServiceClosed, EngineAsleep, or EngineError if the engine
         has failed.
         """
+        request, rules = self.new_request(
+            prompt, sampling, request_id=request_id, owner=owner, scheduling=scheduling
+        )
+        has_text = not request.kind.scored_ids and request.pooling is None
+        new_stream = partial(rules.text_stream, request.prompt_ids) if has_text else no_stream
+        output = Output(request, new_stream, self._stopped, on_end)
+        self.enter(request, output, begun)
+        return handle(output, partial(self.pool.end, request), partial(self._dropped.append, request))
+
+    def new_request(
+        self,
+        prompt: Sequence[int] | CheckedPrompt,
+        sampling: SamplingParams | OutputRules,
+        *,
+        request_id: str | None = None,
+        owner: str = "",
+        scheduling: SchedulingParams = PLAIN,
+    ) -> tuple[Request, OutputRules]:
+        """Make a request, which `enter` submits, and its rules; as for `submit`."""
         if self.interludes.asleep:
             raise EngineAsleep("the engine is asleep and has given its memory back; it must be woken first")
         rules = self.rules(sampling) if isinstance(sampling, SamplingParams) else sampling
@@ -380,14 +340,16 @@ class Orca:
             kv_transfer=checked.kv_transfer,
             weights_versions=((0, self.scheduler.weights_version),),  # until it is admitted
         )
-        has_text = not checked.scored_ids and checked.pooling is None
-        new_stream = partial(rules.text_stream, checked.token_ids) if has_text else no_stream
-        output = request.sink = Output(request, new_stream, self._stopped, on_end)
+        return request, rules
+
+    def enter(self, request: Request, sink: PublishedSink, begun: OutputSoFar | None = None) -> None:
+        """Let a new request wait for its turn. `sink` gets its output, and `begun` is as for `submit`."""
+        request.sink = sink
         begun = begun or self._begun_elsewhere(request)
         if begun is not None:
             self._continued = True
             request.continue_from(begun.token_ids, begun.logprobs, begun.weights_versions)
-            output.publish(None, None)
+            sink.publish(None, None)
         try:
             self.pool.add(request)
         except ServiceClosed:
@@ -395,7 +357,6 @@ class Orca:
                 message = f"the engine failed and accepts no more requests: {self.failure}"
                 raise EngineError(message) from self.failure
             raise
-        return handle(output, partial(self.pool.end, request), partial(self._dropped.append, request))
 
     def _begun_elsewhere(self, request: Request) -> OutputSoFar | None:
         """The first token of a request whose prompt another server has computed, if it says that token."""
@@ -459,18 +420,19 @@ class Orca:
 
     def _publish_all(self, deliveries: Sequence[Delivery]) -> None:
         for request, _, reason in deliveries:
-            output = request.sink
-            if output is None:  # its end has been published
+            sink = cast("PublishedSink | None", request.sink)
+            if sink is None:  # its end has been published
                 continue
-            assert isinstance(output, Output)
             failure = None
             if reason is FinishReason.ERROR:
                 cause = request.failure
                 failure = self.failure if cause is None else request.failure_kind(cause)
-            output.publish(reason, failure)
+            sink.publish(reason, failure)
             if reason is not None:
                 # The two refer to each other, and only a garbage collection would free them.
                 request.sink = None
+        if self.on_published is not None:
+            self.on_published()
         if self.on_delivered is not None:
             self.on_delivered(deliveries)
 

@@ -4,12 +4,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 from orca_jax.errors import EngineError, OutputFailed
 from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.pooled_vector import Vector
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import FinishReason, OutputSink, Request
 from orca_jax.request.routed_experts import ExpertIds
 from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.tokenizer import TextStream
@@ -48,7 +48,15 @@ class OutputSoFar:
     finish_reason: FinishReason | None = None
 
 
-class Output:
+class PublishedSink(OutputSink, Protocol):
+    """The sink of a request of the service, which publishes once an iteration what has been pushed."""
+
+    def publish(self, reason: FinishReason | None, failure: EngineError | None) -> None:
+        """Show the user all tokens so far. After a finish reason, further calls do nothing."""
+        ...
+
+
+class Output(PublishedSink):
     """The output of one request: the service writes it, and one user reads it in pieces.
 
     Tokens and log-probabilities stay in the request, which only appends to them. The scheduler publishes them

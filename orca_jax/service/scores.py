@@ -25,6 +25,7 @@ from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import PLAIN, SchedulingParams
 from orca_jax.scheduling.admission import CheckedPrompt, TokenName, check_in_vocabulary
 from orca_jax.service.generation import GenerationResult
+from orca_jax.service.intake import Intake
 from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
 
@@ -38,7 +39,7 @@ class ScoreRequest:
 
 
 def score_request(
-    service: Orca,
+    service: Intake,
     token_ids: Sequence[int],
     n_prompt: int | None = None,
     scheduling: SchedulingParams = PLAIN,
@@ -50,7 +51,7 @@ def score_request(
     Raises a leaf of InvalidRequest.
     """
     check_scored(token_ids, n_prompt, service.model, service.token_name)
-    n_first = split_scored(len(token_ids), n_prompt, deterministic=service.scheduler.config.deterministic)
+    n_first = split_scored(len(token_ids), n_prompt, deterministic=service.serving.deterministic)
     rules = service.rules(scoring(len(token_ids) - n_first))
     checked = service.check(token_ids[:n_first], rules, scheduling, tenant=tenant)
     return ScoreRequest(replace(checked, scored_ids=tuple(token_ids[n_first:])), rules)

@@ -163,7 +163,7 @@ class Batches:
     def _room(self) -> int:
         """The number of lines that may run: half of an iteration's places, and none while a request waits."""
         model = self._gateway.served
-        if model is None or self._gateway.phase is not Phase.READY or model.service.pool.n_waiting:
+        if model is None or self._gateway.phase is not Phase.READY or model.orca.pool.n_waiting:
             return 0
         return max(1, model.serving.max_batch_size // 2)
 

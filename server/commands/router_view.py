@@ -42,7 +42,7 @@ class RouterView:
         """Attach the metrics to the model, and publish its prefix cache. Call it while no request is live."""
         others = [_PredictedCapacity(_capacity_of(llm, self._settings, notes), model.name).collect]
         if self._publisher is not None:
-            self._publisher.start(model.service.scheduler.kv)
+            self._publisher.start(model.orca.scheduler.kv)
             others.append(self._publisher.collect)
         metrics.attach(model, *others)
 

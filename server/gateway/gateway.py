@@ -8,7 +8,7 @@ not read stays there, bounded by the request's whole output, so a slow client de
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from enum import StrEnum
@@ -28,6 +28,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.scheduling.request_pool import Delivery
+from orca_jax.service.orca import Orca
 from orca_jax.service.output import LOOK_SECONDS, Output, Piece, RequestHandle
 from orca_jax.service.prepared_params import OutputRules
 from server.errors import NotReady, RequestIdTaken, UnknownModel
@@ -222,11 +223,11 @@ class Gateway:
         if trouble is not None:
             reason = f"{trouble}; its requests run again when the workers are up"
             return ServerStatus(Phase.RECOVERING, reason)
-        if service.interludes.asleep:
+        if service.is_asleep:
             return ServerStatus(
                 Phase.ASLEEP, "the engine is asleep, and its memory released, until its operator wakes it"
             )
-        if service.interludes.paused:
+        if service.is_paused:
             return ServerStatus(Phase.PAUSED, "the engine's operator has paused it; requests wait")
         return ServerStatus(Phase.READY, None)
 
@@ -244,7 +245,8 @@ class Gateway:
         """Accept requests: the model is loaded and warm."""
         self._model = model
         model.service.on_delivered = self._on_delivered
-        model.service.recovery.on_trouble = partial(self._on_trouble, model)
+        if isinstance(model.service, Orca):
+            model.service.recovery.on_trouble = partial(self._on_trouble, model.service)
 
     def model(self, name: str | None = None) -> ServedModel:
         """The served model, or the one that its adapter called `name` makes of it.
@@ -306,6 +308,10 @@ class Gateway:
         self._empty.clear()
         return live
 
+    def acceptance(self, request: LiveRequest) -> Awaitable[None] | None:
+        """What to await until the engine has accepted a request; None if it has."""
+        return self.model().service.acceptance(request.request_id)
+
     def forget(self, request: LiveRequest) -> None:
         """Remove a request from the live ones, when its endpoint has finished with it."""
         if self._live.get(request.request_id) is request:
@@ -363,9 +369,8 @@ class Gateway:
         """Called on the scheduler's thread, once per iteration."""
         self._on_loop(partial(self._wake, deliveries))
 
-    def _on_trouble(self, model: ServedModel, lost: WorkerLost | None) -> None:
+    def _on_trouble(self, service: Orca, lost: WorkerLost | None) -> None:
         """Called on the scheduler's thread, which must not block on writing the log."""
-        service = model.service
         if lost is not None:
             # A preempted request has run too, and waits to run again.
             again = sum(req.row >= 0 or req.n_preempted > 0 for req in service.pool.live())
@@ -409,7 +414,7 @@ async def submitted(
     The requests end when the context exits. Raises what `Gateway.submit` raises.
     """
     if len(submissions) > _SUBMITTED_AT_ONCE:
-        gateway.model().service.pool.check_room(len(submissions), owner)
+        gateway.model().service.check_room(len(submissions), owner)
     with ExitStack() as stack:
         requests = list[LiveRequest]()
         for i, (prompt, rules, request_id) in enumerate(submissions):
@@ -419,6 +424,9 @@ async def submitted(
                 prompt, rules, request_id=request_id, owner=owner, party=party, timeout=timeout
             )
             requests.append(stack.enter_context(live))
+        for live in requests:
+            if (accepted := gateway.acceptance(live)) is not None:
+                await accepted
         yield requests
 
 
@@ -432,11 +440,8 @@ def retry_after_seconds(gateway: Gateway) -> int:
     """
     if gateway.served is None:
         return 1
-    service = gateway.served.service
-    interval = service.timeline.recent_finish_interval()
-    if interval is None:
-        return 1
-    return min(max(math.ceil(interval * service.pool.n_waiting), 1), _LONGEST_SECONDS)
+    seconds = gateway.served.service.expected_wait
+    return 1 if seconds is None else min(max(math.ceil(seconds), 1), _LONGEST_SECONDS)
 
 
 _MOST_IN_ENGINE = (
@@ -459,7 +464,7 @@ async def all_ended(
     request before it was complete.
     """
     ended: list[LiveRequest] = []
-    most = max(1, min(_MOST_IN_ENGINE, gateway.model().service.pool.max_each))
+    most = max(1, min(_MOST_IN_ENGINE, gateway.model().service.max_each))
     for first in range(0, len(submissions), most):
         some = submissions[first : first + most]
         async with submitted(gateway, some, owner=owner, timeout=timeout) as requests:

@@ -17,6 +17,7 @@ from orca_jax.request.tokenizer import Tokenizer
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.orca import Orca
+from orca_jax.service.service import Service
 from server.gateway.reply.reasoning_format import ReasoningFormat
 from server.gateway.tool_formats.tool_format import ToolFormat
 
@@ -54,7 +55,7 @@ class ServedModel:
     """
 
     name: str
-    service: Orca
+    service: Service
     config: ModelConfig
     serving: ServingConfig
     tokenizer: Tokenizer | None = None
@@ -67,6 +68,12 @@ class ServedModel:
     adapter: str | None = None
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def orca(self) -> Orca:
+        """The service as those see it who watch its engine, all in the engine's process."""
+        assert isinstance(self.service, Orca)
+        return self.service
 
     def adapted(self) -> "list[ServedModel]":
         """The models that the engine's LoRA adapters make of this one."""

@@ -50,13 +50,13 @@ class Workers(Protocol):
 
 def workers_of(model: ServedModel) -> Workers | None:
     """Return the worker processes of a model's engine; None for an engine without them."""
-    workers = getattr(model.service.scheduler.engine, "workers", None)
+    workers = getattr(model.orca.scheduler.engine, "workers", None)
     return workers if isinstance(workers, Workers) else None
 
 
 def worker_metrics(model: ServedModel) -> Iterator[Metric]:
     """Yield the metrics of a model's worker processes, on any thread."""
-    recovery = model.service.recovery
+    recovery = model.orca.recovery
     if not recovery.recoverable:
         return
     counts: list[tuple[str, str, float]] = [
@@ -239,7 +239,7 @@ class EngineMetrics(TimelineObserver):
         self._model = model
         self._names: MetricNames = names
         self._lock = threading.Lock()  # held only briefly: the scheduler waits for it
-        self._arrived_before = model.service.timeline.n_arrived
+        self._arrived_before = model.orca.timeline.n_arrived
         self._n_prompt_tokens = 0
         self._n_output_tokens = 0
         self._n_iterations = 0
@@ -301,7 +301,7 @@ class EngineMetrics(TimelineObserver):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. Counters and histograms are a consistent snapshot."""
         with self._lock:
-            n_arrived = self._model.service.timeline.n_arrived - self._arrived_before
+            n_arrived = self._model.orca.timeline.n_arrived - self._arrived_before
             counts = (
                 ("requests", "Requests accepted.", n_arrived),
                 ("prompt_tokens", "Prompt tokens processed.", self._n_prompt_tokens),
@@ -323,7 +323,7 @@ class EngineMetrics(TimelineObserver):
             yield histogram
         for name, documentation, value in self._gauges():
             yield self._metric(GaugeMetricFamily, name, documentation, {(): value})
-        scheduler, n_without = self._model.service.scheduler, 0
+        scheduler, n_without = self._model.orca.scheduler, 0
         if (slots := scheduler.adapters) is not None:
             n_without = sum(req.row < 0 and slots.waits(req) for req in scheduler.pool.live())
         reasons = {"adapter": n_without > 0} | ({scheduler.held[1]: True} if scheduler.held else {})
@@ -335,7 +335,7 @@ class EngineMetrics(TimelineObserver):
             ["reason"],
         )
         yield self._cache_config()
-        if self._model.service.adapter_store is not None:
+        if self._model.orca.adapter_store is not None:
             yield self._adapters()
         if slots is not None:
             text = "Waiting requests whose LoRA adapter is on its way to the devices."
@@ -344,7 +344,7 @@ class EngineMetrics(TimelineObserver):
 
     def _scheduler_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Return the counts that the scheduler and the prefix cache keep; 0 without a cache."""
-        scheduler = self._model.service.scheduler
+        scheduler = self._model.orca.scheduler
         prefixes = scheduler.kv.prefixes
         n_queries, n_hits, n_evictions = (
             (0, 0, 0) if prefixes is None else (prefixes.n_queries, prefixes.n_hits, prefixes.n_evictions)
@@ -387,7 +387,7 @@ class EngineMetrics(TimelineObserver):
             ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
             ("state_snapshots_evicted", "Snapshots dropped to make room for others.", n_dropped),
         )
-        made = self._model.service.speculation
+        made = self._model.orca.speculation
         if made is None:
             return counts
         return (
@@ -417,7 +417,7 @@ class EngineMetrics(TimelineObserver):
         return self._metric(CounterMetricFamily, name, text, by_reason, ["finished_reason"])
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
-        service = self._model.service
+        service = self._model.orca
         pool, kv = service.pool, service.scheduler.kv
         n_reserved = service.scheduler.n_rsrv
         # The newest token of a request is not in the cache yet. Before the first, only cached tokens count.
@@ -463,7 +463,7 @@ class EngineMetrics(TimelineObserver):
 
     def _cache_config(self) -> Metric:
         """Make vLLM's gauge that is always 1 and has the size of the K/V cache in its labels."""
-        kv = self._model.service.scheduler.kv
+        kv = self._model.orca.scheduler.kv
         facts = {
             "block_size": kv.block_size,
             "num_gpu_blocks": kv.n_blocks,
@@ -478,7 +478,7 @@ class EngineMetrics(TimelineObserver):
 
         Its value is the time, so that a router knows the newest of several samples.
         """
-        service, running, waiting = self._model.service, set[str](), set[str]()
+        service, running, waiting = self._model.orca, set[str](), set[str]()
         for req in service.pool.live():
             if req.adapter is not None:
                 (running if req.row >= 0 else waiting).add(req.adapter.name)

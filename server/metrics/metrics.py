@@ -81,7 +81,7 @@ class Metrics(Collector):
         """
         self._engine = EngineMetrics(model, self._names)
         self._others = others
-        timeline = model.service.timeline
+        timeline = model.orca.timeline
         timeline.observers = (*timeline.observers, self._engine)
 
     def http_request(self, path: str, method: str, status: int) -> None:

@@ -241,7 +241,7 @@ class Generation:
         """The sampling parameters and the prompt. The cost grows with the message."""
         sampling = messages.sampling_params(request.sampling, model.defaults.sampling)
         # All choices are submitted together, so they must fit into one owner's share of an empty queue.
-        most = min(self._options.max_choices, model.service.pool.max_each)
+        most = min(self._options.max_choices, model.service.max_each)
         if sampling.n > most:
             raise InvalidRequest(f"n is {sampling.n}; one request may ask for {most} choices", param="n")
         kind = request.WhichOneof("prompt")

@@ -59,7 +59,7 @@ class Tracing(TimelineObserver):
     def start(self, model: ServedModel) -> None:
         """Begin to trace the model's requests. Call it while none is live."""
         self._model = model.name
-        timeline = model.service.timeline
+        timeline = model.orca.timeline
         timeline.observers = (*timeline.observers, self)
         self._thread.start()
 

@@ -148,7 +148,7 @@ class LiveFeed:
         if model is None or model is self._model:
             return False
         self._model = model
-        self._watch = Watch(model.service, shows_ids=self._shows_ids)
+        self._watch = Watch(model.orca, shows_ids=self._shows_ids)
         self._watch.start()
         self._stage_times = StageTimes(model)
         return True
@@ -181,7 +181,7 @@ class LiveFeed:
     def _now(self) -> float:
         """Read the timeline's clock, in seconds."""
         assert self._model is not None or self._watch is None
-        return 0.0 if self._model is None else self._model.service.timeline.now()
+        return 0.0 if self._model is None else self._model.orca.timeline.now()
 
     def _hello(self) -> bytes:
         status = self._gateway.status
@@ -231,15 +231,15 @@ def _sizes(model: ServedModel | None) -> Line:
         "model": model.name,
         "policy": serving.scheduling.policy,
         "scheduling_policy": serving.scheduling.scheduling_policy,
-        "n_workers": model.service.scheduler.engine.n_workers,
+        "n_workers": model.orca.scheduler.engine.n_workers,
         "max_batch_size": serving.max_batch_size,
         "n_slots": serving.n_slots,
-        "n_states": model.service.scheduler.kv.n_rows if model.config.has_state else 0,
+        "n_states": model.orca.scheduler.kv.n_rows if model.config.has_state else 0,
         "n_snapshots": serving.n_snapshots,
         "n_host_blocks": serving.n_host_blocks,
         "block_size": serving.block_size,
         "max_batch_tokens": serving.max_batch_tokens,
-        "buckets": list(model.service.timeline.bucket_sizes),
+        "buckets": list(model.orca.timeline.bucket_sizes),
     }
 
 

@@ -70,7 +70,7 @@ def check_number(n_prompts: int, n: int, options: EndpointOptions, model: Served
     """
     if not n_prompts:
         raise InvalidPrompt("prompt is an empty list; give at least one", param="prompt")
-    most = min(options.max_choices, model.service.pool.max_each)
+    most = min(options.max_choices, model.service.max_each)
     if n_prompts * n > most:
         count = f"{n} for each of {n_prompts} prompts" if n_prompts > 1 else f"n is {n}"
         message = f"too many choices ({count}); one request may ask for {most} in all"

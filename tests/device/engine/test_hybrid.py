@@ -30,7 +30,6 @@ from orca_jax.planning.stage_memory import StageMemory, StageRoom, slot_bytes, s
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import check_search
-from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.restart import run_again
 from orca_jax.sharding.partition import split_model
 from tests.device.greedy_reference import GreedyReference
@@ -280,9 +279,9 @@ def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:
         serving_config(ATTENDING_LAST, Sizes(prefix_caching=True, snapshot_bytes=7), [room])
     assert not serving_config(ATTENDING_LAST, Sizes(snapshot_bytes=7), [room]).scheduling.prefix_caching
     sampling = SamplingParams(max_tokens=4, use_beam_search=True, n=2, temperature=0)
-    blocks = KVManager(n_blocks=8, block_size=16, n_rows=4, max_blocks_per_row=4)
+    sizes = ServingConfig(max_batch_size=4, n_slots=128, block_size=16)
     with pytest.raises(NotSupported, match="use_beam_search is not supported for a model with recurrent"):
-        check_search(4, 0, sampling, ATTENDING_LAST, blocks)
+        check_search(4, 0, sampling, ATTENDING_LAST, sizes)
 
 
 def test_snapshots_take_the_bytes_asked_for_or_a_part_of_the_caches() -> None:
