@@ -145,7 +145,7 @@ async def _serve(connection: Connection, device: Device) -> None:
     )
     endpoints = Endpoints(gateway, options, api_keys=ApiKeys.read(None, {}), metrics=metrics)
     profile = cProfile.Profile()
-    with model.service as service:
+    with model.orca as service:
         await endpoints.start()
         metrics.attach(model)
         gateway.open(model)
@@ -193,7 +193,7 @@ def _thread_seconds() -> dict[str, float]:
 def _direct(model: ServedModel, load: Direct) -> float:
     params = SamplingParams(max_tokens=load.n_output, temperature=0.0, ignore_eos=True)
     cpu = time.process_time()
-    generations = [model.service.submit(prompt, params) for prompt in load.prompts]
+    generations = [model.orca.submit(prompt, params) for prompt in load.prompts]
     for generation in generations:
         generation.result(timeout=240.0)
     return time.process_time() - cpu

@@ -91,7 +91,7 @@ async def measure(n_requests: int, n_rounds: int) -> dict[str, list[float]]:
     config.load()
     turns, connections = Turns(asyncio.get_running_loop()), OpenConnections(most=8, most_per_address=8)
     taken: dict[str, list[float]] = {}
-    with model.service:
+    with model.orca:
         metrics.attach(model)
         gateway.open(model)
         settle()

@@ -39,6 +39,7 @@ class OutputRules:
     shown: Mapping[int, TokenText]  # special tokens that belong to the text
     _speculation: Speculation | None  # the engine's, if outputs by these rules are drafted
     prediction: Prediction | None = None  # if it is drafted
+    form: OutputForm = PLAIN_TEXT  # that they were made for
 
     def choices(self, *, prompt_once: bool = False) -> "list[OutputRules]":
         """The rules of each of the `n` outputs requested; see `SamplingParams.choices`."""
@@ -136,6 +137,7 @@ class RuleMaker:
             shown,
             speculation,
             prediction,
+            form,
         )
 
     def _prediction(self, text: str | None) -> Prediction | None:

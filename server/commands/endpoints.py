@@ -1,22 +1,27 @@
 """The HTTP and gRPC endpoints on one event loop: bind, serve, stop."""
 
 import asyncio
-import gc
 import logging
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
-from orca_jax import host_memory
 from orca_jax.errors import EngineError
 from server.batches.service import Batches
+from server.endpoint_processes.forwarding import Forwarded, inner_options
+from server.endpoint_processes.supervisor import EndpointProcesses
 from server.gateway.gateway import Gateway
+from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import n_very_long
 from server.http.app import create_app
+from server.http.connections.listener import BACKLOG
 from server.http.connections.server import HttpServer
 from server.metrics.metrics import Metrics
 from server.process.addresses import bound_socket, check_certificate, in_url
+from server.process.freed_memory import give_back
 from server.rpc.server import create_server
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
@@ -70,11 +75,29 @@ class Endpoints:
             batches=self._batches,
             tracing=tracing,
         )
+        self._processes: EndpointProcesses | None = None
+        if options.endpoint_processes:
+            self._processes = EndpointProcesses(options, api_keys, on_answered=metrics.answered_elsewhere)
+            metrics.n_live_elsewhere = lambda: self.n_live - gateway.n_live
+            app = Forwarded(app, before_answer=self.settle)
+            options = inner_options(options)
         self._http = HttpServer(app, options, stop_seconds=_STOP_SECONDS, refused=metrics.http_refusal)
+        self._closing = ExitStack()  # of sockets and folders
         self._rpc = None
         if options.grpc_port is not None:
             self._rpc = create_server(gateway, options, api_keys=api_keys, metrics=metrics, tracing=tracing)
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def n_live(self) -> int:
+        """Requests whose clients have not received all output yet."""
+        elsewhere = 0 if self._processes is None else self._processes.n_live
+        return self._gateway.n_live + elsewhere
+
+    @property
+    def process_ids(self) -> Sequence[int]:
+        """The endpoint processes that run."""
+        return () if self._processes is None else self._processes.pids
 
     @property
     def http_url(self) -> str:
@@ -98,6 +121,14 @@ class Endpoints:
         # Each connection inherits this: the kernel closes it once its client stops reading.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
         self.http_port = listener.getsockname()[1]
+        inner, others_at = listener, ""
+        if self._processes is not None:
+            folder = self._closing.enter_context(TemporaryDirectory(prefix="orca-"))
+            others_at = f"{folder}/http"
+            inner = socket.socket(socket.AF_UNIX)
+            inner.bind(others_at)
+            self._closing.enter_context(listener)
+            listener.listen(BACKLOG)  # clients wait until a process is up
         try:
             if self._rpc is not None:
                 assert self._options.grpc_port is not None
@@ -105,9 +136,11 @@ class Endpoints:
                 await self._rpc.start()
         except BaseException:
             listener.close()
+            inner.close()
+            self._closing.close()
             raise
         self._tasks = [
-            asyncio.create_task(self._http.serve(sockets=[listener]), name="http"),
+            asyncio.create_task(self._http.serve(sockets=[inner]), name="http"),
             asyncio.create_task(self._gateway.watch(), name="gateway"),
             asyncio.create_task(give_back(n_very_long), name="freed memory"),
         ]
@@ -119,9 +152,29 @@ class Endpoints:
                     await self._tasks[0]
                     raise EngineError("the HTTP server exited while it was starting")
                 await asyncio.sleep(0.01)
+        if self._processes is not None:
+            await self._processes.start(listener, others_at)
+
+    def open(self, model: ServedModel) -> None:
+        """Accept requests: the model is loaded and warm."""
+        self._gateway.open(model)
+        if self._processes is not None:
+            self._processes.open(model)
+
+    async def settle(self) -> bool:
+        """Wait some seconds until all endpoint processes know how the engine is; False if one does not."""
+        return self._processes is None or await self._processes.settle()
+
+    async def drain(self, seconds: float) -> int:
+        """Reject new requests, and give live ones `seconds` to finish; returns how many were cancelled."""
+        if self._processes is None:
+            return await self._gateway.drain(seconds)
+        return sum(await asyncio.gather(self._gateway.drain(seconds), self._processes.drain(seconds)))
 
     async def stop(self) -> None:
         """Stop both servers and their tasks, within seconds even if clients are slow."""
+        if self._processes is not None:
+            await self._processes.stop()
         if self._live_view is not None:
             await self._live_view.feed.close()
         if self._batches is not None:
@@ -137,6 +190,7 @@ class Endpoints:
         await asyncio.wait([*others, http], timeout=2 * _STOP_SECONDS)
         http.cancel()
         await asyncio.wait([http], timeout=_STOP_SECONDS)
+        self._closing.close()
 
 
 _LOGGER = logging.getLogger("orca.limits")
@@ -173,26 +227,3 @@ def _raised(needed: int) -> int:
     except (OSError, ValueError):
         return soft
     return allowed
-
-
-_LOOK_SECONDS = 5.0
-
-
-async def give_back(n_long: Callable[[], int]) -> None:
-    """Run forever: trim memory when `n_long`, the count of long bodies so far, has grown."""
-    n_trimmed = n_long()
-    while True:
-        await asyncio.sleep(_LOOK_SECONDS)
-        n = n_long()
-        if n != n_trimmed:
-            n_trimmed = n
-            await asyncio.to_thread(trim)
-
-
-def trim() -> bool:
-    """Collect young reference cycles, then release free pages; False if the C library has no `malloc_trim`.
-
-    A collection of all generations would visit every object while it holds the GIL: 0.1 s for all others.
-    """
-    gc.collect(1)
-    return host_memory.give_back()

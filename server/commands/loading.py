@@ -129,6 +129,7 @@ def load_served(
         llm.close()
         raise
     settle()
+    shows_versions = settings.admin_keys.required or options.follow is not None
     return llm, ServedModel(
         name=settings.model_name,
         service=llm.service,
@@ -140,7 +141,8 @@ def load_served(
         reasoning_format=formats.reasoning,
         defaults=llm.generation_defaults,
         compiles=lambda: llm.compiles,
-        controls=llm.controls if settings.admin_keys.required or options.follow is not None else None,
+        controls=llm.controls if shows_versions else None,
+        shows_versions=shows_versions,
     )
 
 

@@ -78,7 +78,7 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
             await stop.unless(in_daemon_thread(lambda: view.open(llm, model, metrics, notes)))
             if tracing is not None:
                 tracing.start(model)
-            gateway.open(model)
+            endpoints.open(model)
             if options.follow is not None:
                 follower = CheckpointFollower(options.follow, llm.controls, on_event=notes)
                 follower.start()
@@ -86,7 +86,7 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
             keyed = settings.api_keys.required
             show_banner(notes, llm, model, endpoints, keyed=keyed, template_file=options.chat_template)
             await stop.first.wait()
-            await _drain(gateway, options.drain_timeout, stop, notes)
+            await _drain(endpoints, options.drain_timeout, stop, notes)
         finally:
             watchdog.stop()
             if follower is not None:
@@ -103,18 +103,18 @@ def _configure_logging(settings: ServeSettings, log: LogWriter) -> None:
     configure_access_log(settings.endpoint.access_log, LogHandler(log))
 
 
-async def _drain(gateway: Gateway, timeout: float, stop: StopSignals, notes: Notes) -> None:
-    if gateway.n_live:
-        running = f"{gateway.n_live} requests are running and have up to {timeout:g} seconds"
+async def _drain(endpoints: Endpoints, timeout: float, stop: StopSignals, notes: Notes) -> None:
+    if endpoints.n_live:
+        running = f"{endpoints.n_live} requests are running and have up to {timeout:g} seconds"
         notes(f"shutting down; {running} (signal again to end them now)")
-    drain = asyncio.create_task(gateway.drain(timeout))
+    drain = asyncio.create_task(endpoints.drain(timeout))
     hurry = asyncio.create_task(stop.second.wait())
     await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
     hurry.cancel()
     if not drain.done():
         drain.cancel()
         await asyncio.wait([drain])
-        drain = asyncio.create_task(gateway.drain(0))
+        drain = asyncio.create_task(endpoints.drain(0))
     n_ended = await drain
     notes(f"{n_ended} requests had to be ended" if n_ended else "all requests are done")
 

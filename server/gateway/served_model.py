@@ -48,10 +48,10 @@ class ServedModel:
     """A running service, its tokenizer, and the name that clients use for the model.
 
     `defaults` apply to requests that leave a parameter out. Without a tokenizer prompts must be token ids,
-    and output text is empty. With `controls` an operator may replace the weights, and responses have their
-    version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are the formats of tool
-    calls and reasoning in chat replies, None to treat them as text. With an `adapter` it is the model that
-    this LoRA adapter makes of its `parent`.
+    and output text is empty. With `controls` an operator may replace the weights, and with `shows_versions`
+    responses have their version. `created` is in seconds since 1970. `tool_format` and `reasoning_format` are
+    the formats of tool calls and reasoning in chat replies, None to treat them as text. With an `adapter` it
+    is the model that this LoRA adapter makes of its `parent`.
     """
 
     name: str
@@ -65,6 +65,7 @@ class ServedModel:
     defaults: GenerationDefaults = NO_DEFAULTS
     compiles: Callable[[], CompileCounts] | None = None
     controls: EngineControls | None = None
+    shows_versions: bool = False
     adapter: str | None = None
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))

@@ -1,7 +1,7 @@
 """The metrics at `/metrics`: the server's, the process's and, once a model is loaded, the engine's."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -58,6 +58,7 @@ class Metrics(Collector):
         self._names: MetricNames = names
         self._engine: EngineMetrics | None = None
         self._others: tuple[Callable[[], Iterable[Metric]], ...] = ()
+        self.n_live_elsewhere: Callable[[], int] = lambda: 0  # requests of endpoint processes
         self._loop_state = self._read_loop_state()
         self._rendering: asyncio.Task[bytes] | None = None
         self.registry = CollectorRegistry()
@@ -87,6 +88,11 @@ class Metrics(Collector):
     def http_request(self, path: str, method: str, status: int) -> None:
         """Count an HTTP request. `path` is its route's template, so that clients cannot create labels."""
         self._http.labels(path, method if method in _METHODS else "other", str(status)).inc()
+
+    def answered_elsewhere(self, counts: Mapping[tuple[str, str, int], int]) -> None:
+        """Count requests by path, method and status, which an endpoint process has answered."""
+        for (path, method, status), n in counts.items():
+            self._http.labels(path, method if method in _METHODS else "other", str(status)).inc(n)
 
     def http_refusal(self, status: int) -> None:
         """Count a refusal before the application: malformed, too large, too slow or over a limit."""
@@ -137,7 +143,8 @@ class Metrics(Collector):
             n_tasks = len(asyncio.all_tasks())
         except RuntimeError:  # no event loop runs on this thread
             n_tasks = None
-        return _LoopState(self._gateway.phase, self._gateway.n_live, n_tasks)
+        n_live = self._gateway.n_live + self.n_live_elsewhere()
+        return _LoopState(self._gateway.phase, n_live, n_tasks)
 
     def _rendered(self, _: object) -> None:
         self._rendering = None

@@ -135,6 +135,13 @@ class EndpointOptions(Options):
     batch_bytes: Annotated[
         int, "maximum bytes of files in --batch-dir", "limits", Whole(1 << 20, 1 << 50)
     ] = 4 << 30
+    endpoint_processes: Annotated[
+        int,
+        "processes that read requests for completions, chats and messages and write the answers, so that the "
+        "engine's process has its time for the engine; 0: all in one process",
+        "addresses",
+        Whole(0, 64),
+    ] = 0
     max_connections: Annotated[
         int, "maximum open connections per endpoint; HTTP answers further ones with 503", Whole(1, 1 << 20)
     ] = 4096
@@ -208,6 +215,11 @@ class EndpointOptions(Options):
                 f"otlp_traces_endpoint is {url!r}; it must be a URL that begins with http:// or https://"
             )
             raise ConfigError(message)
+        if self.endpoint_processes and url is not None:
+            raise ConfigError(
+                "otlp_traces_endpoint traces the requests of one process, and endpoint_processes asks for "
+                "more; leave one of them out"
+            )
         for origin in self.origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 message = (

@@ -63,6 +63,7 @@ class Server:
     url: str
     grpc_address: str
     gateway: Gateway
+    endpoints: Endpoints
     service: Orca
     model: ServedModel
     loop: asyncio.AbstractEventLoop
@@ -195,6 +196,7 @@ def serving_model(
         tool_format=formats.tools,
         reasoning_format=formats.reasoning,
         controls=controls,
+        shows_versions=controls is not None,
         compiles=Compiles,
     )
     endpoint = options or EndpointOptions(port=0, grpc_port=0, access_log="off")
@@ -224,12 +226,14 @@ def serving_model(
         if tracing is not None:
             tracing.start(served)
         if ready:
-            gateway.open(served)
+            endpoints.open(served)
         return gateway, endpoints
 
     try:
         gateway, endpoints = on_loop(start())
-        server = Server(endpoints.http_url, endpoints.grpc_address or "", gateway, service, served, loop)
+        server = Server(
+            endpoints.http_url, endpoints.grpc_address or "", gateway, endpoints, service, served, loop
+        )
         try:
             yield server
             if service.failure is None:

@@ -1,7 +1,8 @@
 """Chat templates: the checkpoint's Jinja template turns a conversation into the prompt the model expects."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jinja2
@@ -99,6 +100,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._max_seconds = max_seconds
         self._readings = dict[bool, TemplateReading]()
+
+    def __reduce__(self) -> tuple[Callable[[], "ChatTemplate"], tuple[()]]:
+        """How another process makes it again: of its source."""
+        again = partial(ChatTemplate, special_tokens=self._special_tokens, max_seconds=self._max_seconds)
+        return partial(again, self._source), ()
 
     @property
     def sources(self) -> Sequence[str]:

@@ -129,7 +129,7 @@ class Place:
 
 _LOGGER = logging.getLogger("orca.http")
 
-_BACKLOG = 2048
+BACKLOG = 2048
 _AT_ONCE = 8  # connections accepted before the event loop does other work: 64 took 60 ms
 _PAUSE_SECONDS = 0.2  # before the next attempt when the system is out of file descriptors
 _RETRY_SECONDS = 1  # the Retry-After of a refused client
@@ -172,7 +172,7 @@ class Listener:
         self._pause: asyncio.TimerHandle | None = None
         self._logged: dict[str, float] = {}
         bound.setblocking(False)
-        bound.listen(_BACKLOG)
+        bound.listen(BACKLOG)
         self._loop.add_reader(bound.fileno(), self._accept)
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class Listener:
                 self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
             connection.setblocking(False)
-            self._admit(connection, address[0])
+            self._admit(connection, address[0] if address else "")  # a Unix socket has none
 
     def _resume(self) -> None:
         self._pause = None

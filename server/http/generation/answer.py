@@ -89,7 +89,7 @@ async def answer(
     }
     if body.stream:
         options = body.stream_options or StreamOptions()
-        has_text, versions = model.tokenizer is not None, model.controls is not None
+        has_text, versions = model.tokenizer is not None, model.shows_versions
         return ReplyStream(ChunkWriter(choices, form, head, options, has_text=has_text, versions=versions))
     complete = await choices.complete(receive)
     n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
@@ -123,7 +123,7 @@ def _choice(
     }
     if done.score is not None:
         written["score"] = done.score
-    if model.controls is not None:
+    if model.shows_versions:
         written["weights_version"] = choices.tally.weights_versions[index]
     if (experts := choices.routed_experts(index)) is not None:
         written["routed_experts"] = experts

@@ -187,7 +187,7 @@ def _head(
         "user": body.user,
         "metadata": body.metadata or {},
     }
-    return head if model.controls is None else {**head, "weights_version": None}
+    return {**head, "weights_version": None} if model.shows_versions else head
 
 
 def _without_nulls(logprobs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from server.commands import endpoints
 from server.gateway import side_threads
 from server.http.fields.strict import Strict
+from server.process import freed_memory
+from server.process.freed_memory import trim
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
 from tests.host.engines import SOON
@@ -18,11 +19,11 @@ LONG = {"prompt": [1] * 200_000}
 
 
 def test_trim_returns_freed_memory_to_the_system() -> None:
-    assert endpoints.trim(), "glibc has it"
+    assert trim(), "glibc has it"
     holes = [bytearray(200_000) for _ in range(500)]  # 100 MB, of which every second block stays allocated
     del holes[::2]
     before = resident_bytes()
-    assert endpoints.trim()
+    assert trim()
     assert before - resident_bytes() > 30e6
 
 
@@ -126,17 +127,17 @@ def n_models() -> int:
 def test_memory_is_trimmed_only_after_long_bodies(n_long: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[None] = []
     counts = iter(n_long)
-    monkeypatch.setattr(endpoints, "_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(endpoints, "trim", lambda: trimmed.append(None))
+    monkeypatch.setattr(freed_memory, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(freed_memory, "trim", lambda: trimmed.append(None))
     with pytest.raises((StopIteration, RuntimeError)):
-        asyncio.run(asyncio.wait_for(endpoints.give_back(lambda: next(counts)), SOON))
+        asyncio.run(asyncio.wait_for(freed_memory.give_back(lambda: next(counts)), SOON))
     assert len(trimmed) == len(set(n_long)) - 1
 
 
 def test_a_server_trims_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     trimmed: list[None] = []
-    monkeypatch.setattr(endpoints, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(endpoints, "trim", lambda: trimmed.append(None))
+    monkeypatch.setattr(freed_memory, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(freed_memory, "trim", lambda: trimmed.append(None))
     options = EndpointOptions(port=0, grpc_port=None, access_log="off")
     with serving(options=options) as server, httpx2.Client(base_url=server.url, timeout=SOON) as client:
         assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

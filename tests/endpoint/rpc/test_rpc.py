@@ -12,6 +12,7 @@ import pytest
 
 from orca_jax.config import ServingConfig
 from orca_jax.request.request import FinishReason, Request
+from orca_jax.service.orca import Orca
 from server.gateway.gateway import Gateway, retry_after_seconds
 from server.rpc import generation_pb2 as pb
 from server.rpc.generation_pb2_grpc import GenerationStub
@@ -319,7 +320,9 @@ def test_a_full_queue_says_when_to_retry() -> None:
 )
 def test_retry_after_follows_from_the_queue(interval: float | None, n_waiting: int, seconds: int) -> None:
     timeline = SimpleNamespace(recent_finish_interval=lambda: interval)
-    service = SimpleNamespace(timeline=timeline, pool=SimpleNamespace(n_waiting=n_waiting))
+    orca = cast(Orca, SimpleNamespace(timeline=timeline, pool=SimpleNamespace(n_waiting=n_waiting)))
+    wait = Orca.expected_wait.__get__(orca)
+    service = SimpleNamespace(expected_wait=wait)
     gateway = SimpleNamespace(served=SimpleNamespace(service=service))
     assert retry_after_seconds(cast(Gateway, gateway)) == seconds
 
