@@ -56,10 +56,11 @@ class Direct:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The simulated device: the seconds of an iteration, and the most rows in one."""
+    """The simulated device: the seconds of an iteration and the most rows in one; and what is before it."""
 
     seconds: float = ITERATION_SECONDS
     max_rows: int = MAX_STREAMS
+    endpoint_processes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +143,16 @@ async def _serve(connection: Connection, device: Device) -> None:
         access_log="off",
         max_connections=4096,
         max_connections_per_address=4096,
+        endpoint_processes=device.endpoint_processes,
     )
     endpoints = Endpoints(gateway, options, api_keys=ApiKeys.read(None, {}), metrics=metrics)
     profile = cProfile.Profile()
     with model.orca as service:
         await endpoints.start()
         metrics.attach(model)
-        gateway.open(model)
+        endpoints.open(model)
+        while not await endpoints.settle():
+            pass
         settle()  # as in `orca serve`; otherwise a full garbage collection falls into one of the measurements
         watchdog.start()
         try:
@@ -164,7 +168,7 @@ async def _serve(connection: Connection, device: Device) -> None:
                 elif question == "cpu":
                     answer = time.process_time()
                 elif question == "threads":
-                    answer = _thread_seconds()
+                    answer = _thread_seconds(endpoints.process_ids)
                 elif question == "holds":
                     answer = watchdog.take_longest()
                 elif question == "profile":
@@ -180,13 +184,16 @@ async def _serve(connection: Connection, device: Device) -> None:
             await endpoints.stop()
 
 
-def _thread_seconds() -> dict[str, float]:
+def _thread_seconds(others: Sequence[int]) -> dict[str, float]:
     seconds = defaultdict[str, float](float)
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         nanoseconds = int((task / "schedstat").read_text().split()[0])
         name = re.sub(r"[-_ ]*\d.*", "", names.get(int(task.name), "of libraries"))
         seconds[name] += nanoseconds / 1e9
+    for process in others:
+        for task in Path(f"/proc/{process}/task").iterdir():
+            seconds["endpoint processes"] += int((task / "schedstat").read_text().split()[0]) / 1e9
     return dict(seconds)
 
 

@@ -1,12 +1,13 @@
 """The host's cost of intake and delivery, over a device that answers after a stated time.
 
-    python -m bench.server.delivery [--rows 32,256] [--milliseconds 0,10] [--tokens 64] [--runs 3] [--profile]
+    python -m bench.server.delivery [--rows 32,256] [--milliseconds 0,10] [--processes 0,2]
 
-The real endpoint, gateway, request pool, scheduler and K/V manager run in one process, the clients in
-another; an iteration sleeps, and its tokens are the demo model's. **Delivery**: as many streams as rows, all
-begun at once. **Intake**: as many connections as rows, each of which asks again and again for one token, as a
-completion of 24 token ids, a completion of a short text, and a chat. Rates depend on how many cores clients
-and server share; the server's processor time per token or request, by thread, does so less.
+The real endpoint, gateway, request pool, scheduler and K/V manager run in one process, or the endpoints in
+`--processes` of their own, and the clients in another; an iteration sleeps, and its tokens are the demo
+model's. **Delivery**: as many streams as rows, all begun at once. **Intake**: as many connections as rows,
+each of which asks again and again for one token, as a completion of 24 token ids, a completion of a short
+text, and a chat. Rates depend on how many cores clients and server share; the server's processor time per
+token or request, by thread, does so less. That of endpoint processes is their sum.
 """
 
 import argparse
@@ -110,6 +111,7 @@ def table(cases: list[Case]) -> Table:
     columns = (
         "rows",
         "ms",
+        "processes",
         "what",
         "a second",
         "first p50 ms",
@@ -127,6 +129,7 @@ def table(cases: list[Case]) -> Table:
         shown.add_row(
             str(case.device.max_rows),
             f"{1000 * case.device.seconds:g}",
+            str(case.device.endpoint_processes),
             case.what,
             f"{median(case.rate):,.0f} ({min(case.rate):,.0f} to {max(case.rate):,.0f})",
             f"{median(case.first_ms):.0f}",
@@ -160,6 +163,7 @@ def summary(cases: list[Case]) -> dict[str, Any]:
                 "what": case.what,
                 "rows": case.device.max_rows,
                 "milliseconds": 1000 * case.device.seconds,
+                "processes": case.device.endpoint_processes,
                 "a_second": round(median(case.rate), 1),
                 "server_us": round(median(case.us), 1),
                 "client_us": round(median(case.client_us), 1),
@@ -184,6 +188,9 @@ def main() -> None:
     parser.add_argument(
         "--milliseconds", type=_numbers, default=[0, 10], help="of an iteration (default: 0,10)"
     )
+    parser.add_argument(
+        "--processes", type=_numbers, default=[0], help="endpoint processes (default: 0, none)"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="of each stream (default: 64)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each case (default: 3)")
     parser.add_argument("--profile", action="store_true", help="show the event loop's costliest functions")
@@ -193,13 +200,14 @@ def main() -> None:
     with Progress(console=Console(stderr=True)) as progress:
         for n_rows in flags.rows:
             for milliseconds in flags.milliseconds:
-                device = Device(milliseconds / 1000, n_rows)
-                measured, hottest = measure(
-                    device, flags.tokens, flags.runs, profile=flags.profile, progress=progress
-                )
-                cases += measured
-                for what, hot in hottest.items():
-                    console.print(hot_table(what, device, hot))
+                for n_processes in flags.processes:
+                    device = Device(milliseconds / 1000, n_rows, n_processes)
+                    measured, hottest = measure(
+                        device, flags.tokens, flags.runs, profile=flags.profile, progress=progress
+                    )
+                    cases += measured
+                    for what, hot in hottest.items():
+                        console.print(hot_table(what, device, hot))
     console.print(table(cases))
     print(json.dumps(summary(cases)))
 

@@ -142,7 +142,7 @@ async def _http(streams: Streams) -> Loaded:
         n_tokens += json.loads(events[-1])["usage"]["completion_tokens"]
         n_messages += len(events) - 1
     # The first data is the head of the answer.
-    first = [one.times[1] - start for one in ended]
+    first = [one.times[min(1, len(one.times) - 1)] - start for one in ended]
     gaps = [later - earlier for one in ended for earlier, later in pairwise(one.times[1:])]
     return Loaded(seconds, n_tokens, n_messages, cpu, first, gaps)
 

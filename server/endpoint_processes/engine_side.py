@@ -1,11 +1,9 @@
 """The engine's side of a line: submits an endpoint process's requests, and sends it their output."""
 
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from orca_jax.errors import EngineError, InvalidRequest, OrcaError
@@ -34,18 +32,25 @@ _GRAMMAR_THREADS = 2  # compiling a grammar may take seconds
 class RemoteSink(PublishedSink):
     """The output of a request on its way to an endpoint process, which makes text of it.
 
-    Only stop strings need the text here: `stream` is None without any. `send` takes the entries.
+    Only stop strings need the text here: `stream` is None without any. `add` takes what is to be sent, and
+    `forget` the number of a request that has ended.
     """
 
-    __slots__ = ("_n_logprobs", "_n_tokens", "_send", "_stream", "_versions", "number", "request")
+    __slots__ = ("_add", "_forget", "_n_logprobs", "_n_tokens", "_number", "_request", "_stream", "_versions")
 
     def __init__(
-        self, number: int, request: Request, stream: TextStream | None, send: Callable[[Entry], None]
+        self,
+        number: int,
+        request: Request,
+        stream: TextStream | None,
+        *,
+        add: Callable[[Entry], object],
+        forget: Callable[[int], object],
     ) -> None:
-        self.number = number
-        self.request = request
+        self._number = number
+        self._request = request
         self._stream = stream
-        self._send = send
+        self._add, self._forget = add, forget
         self._n_tokens = self._n_logprobs = 0  # sent
         self._versions: tuple[tuple[int, int], ...] = ()  # sent
 
@@ -53,22 +58,24 @@ class RemoteSink(PublishedSink):
         return self._stream is not None and self._stream.push(token_id)
 
     def publish(self, reason: FinishReason | None, failure: EngineError | None) -> None:
-        ids = self.request.final_ids
-        new = ids[self._n_tokens :]
-        facts = None
+        request = self._request
+        new = request.final_ids[self._n_tokens :]
+        facts: dict[str, Any] | None = None
         # Most tokens come without any other fact.
-        if not self._n_tokens or reason is not None or self.request.weights_versions is not self._versions:
-            facts = self._facts(reason, failure) or None
-        if self.request.logprobs:
+        if not self._n_tokens or reason is not None or request.weights_versions is not self._versions:
+            facts = self._facts(reason, failure)
+        if request.logprobs:
             facts = facts or {}
-            facts["logprobs"] = self.request.logprobs[self._n_logprobs :]
-            self._n_logprobs = len(self.request.logprobs)
+            facts["logprobs"] = request.logprobs[self._n_logprobs :]
+            self._n_logprobs = len(request.logprobs)
         self._n_tokens += len(new)
-        self._send((self.number, new, reason, facts))
+        self._add((self._number, new, reason, facts))
+        if reason is not None:
+            self._forget(self._number)
 
     def _facts(self, reason: FinishReason | None, failure: EngineError | None) -> dict[str, Any]:
         """The attributes of the request that the endpoint process needs, and `failure`."""
-        request, facts = self.request, dict[str, Any]()
+        request, facts = self._request, dict[str, Any]()
         if request.weights_versions is not self._versions:
             self._versions = facts["weights_versions"] = request.weights_versions
         if not self._n_tokens:
@@ -108,8 +115,7 @@ class EngineSide:
         self._service = service
         self._name = name
         self._on_report, self._on_drained, self._on_seen = on_report, on_drained, on_seen
-        self._lock = threading.Lock()  # for the next two
-        self._entries: list[Entry] = []
+        self._entries: list[Entry] = []  # threads append, and the scheduler's removes
         self._live: dict[int, Request] = {}
         # Requests that ended before they were submitted, because their grammars took long.
         self._ended = deque[int](maxlen=4096)
@@ -130,18 +136,17 @@ class EngineSide:
                 handlers[type(message)](message)
         finally:
             self._compiling.shutdown(wait=False, cancel_futures=True)
-            with self._lock:
-                left = list(self._live.values())
+            left = list(self._live.copy().values())
             self.n_left = len(left)
             for request in left:
                 self._service.pool.end(request, FinishReason.CANCELLED)
 
     def flush(self) -> None:
         """Send what has been published since the last call. On the scheduler's thread, once an iteration."""
-        with self._lock:
-            entries, self._entries = self._entries, []
-        if entries:
-            self._line.send(Delivered(entries))
+        n = len(self._entries)
+        if n:
+            self._line.send(Delivered(self._entries[:n]))
+            del self._entries[:n]
 
     def _take(self, submit: Submit) -> None:
         if submit.sampling.grammar is None and submit.form.lark is None:
@@ -189,28 +194,19 @@ class EngineSide:
         return request, rules.text_stream(prompt.token_ids) if submit.sampling.stop else None
 
     def _enter(self, submit: Submit, request: Request, stream: TextStream | None) -> None:
-        sink = RemoteSink(submit.number, request, stream, partial(self._publish, request))
-        with self._lock:
-            self._live[submit.number] = request
+        number, live = submit.number, self._live
+        sink = RemoteSink(number, request, stream, add=self._entries.append, forget=live.pop)
+        live[number] = request
         try:
             self._service.enter(request, sink)
         except BaseException:
-            with self._lock:
-                del self._live[submit.number]
+            del live[number]
             raise
-        if submit.number in self._ended:
+        if number in self._ended:
             self._service.pool.end(request, FinishReason.CANCELLED)
 
-    def _publish(self, request: Request, entry: Entry) -> None:
-        number, _, reason, _ = entry
-        with self._lock:
-            self._entries.append(entry)
-            if reason is not None:
-                self._live.pop(number, None)
-
     def _end(self, end: End) -> None:
-        with self._lock:
-            request = self._live.get(end.number)
+        request = self._live.get(end.number)
         if request is None:
             self._ended.append(end.number)
         else:

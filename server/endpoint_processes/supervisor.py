@@ -65,7 +65,8 @@ class EndpointProcesses:
         self._on_answered = on_answered
         self._loop = asyncio.get_running_loop()
         self._running: dict[int, _Process] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._service: Orca | None = None
         self._loaded: Loaded | None = None
         self._status = Status()
@@ -92,11 +93,11 @@ class EndpointProcesses:
         begin = Begin(options=options, api_keys=self._api_keys, others_at=others_at)
         for index in range(1, n + 1):
             await self._begin(index, listener, begin)
-        self._tasks = [
+        self._keeping = [
             asyncio.create_task(self._keep(index, listener, begin), name=f"endpoint process {index}")
             for index in range(1, n + 1)
         ]
-        self._tasks.append(asyncio.create_task(self._watch(), name="endpoint processes"))
+        self._watching = asyncio.create_task(self._watch(), name="endpoint processes")
 
     def open(self, model: ServedModel) -> None:
         """Take requests for the model, which is loaded and warm."""
@@ -143,19 +144,17 @@ class EndpointProcesses:
         for process in self._running.values():
             process.line.send(self._drain)
         processes = list(self._running.values())
-        waiting = [asyncio.create_task(process.process.wait()) for process in processes]
-        if waiting:
-            await asyncio.wait(waiting, timeout=seconds + 2 * _END_SECONDS)
-        for task in waiting:
-            task.cancel()
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=seconds + 2 * _END_SECONDS)
         return sum(process.n_ended for process in processes)
 
     async def stop(self) -> None:
         """End all processes and tasks."""
         self._drain = self._drain or Drain(0.0)
-        for task in self._tasks:
+        tasks = [*self._keeping, *([] if self._watching is None else [self._watching])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for process in list(self._running.values()):
             await self._close(process)
 
@@ -232,6 +231,8 @@ class EndpointProcesses:
                 *(index, process.process.pid, status, n_lost, pause),
             )
             await asyncio.sleep(pause)
+            if self._drain is not None:
+                return
             pause = min(2 * pause, _LONGEST_PAUSE)
             await self._begin(index, listener, begin)
 

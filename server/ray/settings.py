@@ -84,7 +84,7 @@ _REPLICAS = {option.name: option for option in options_of(ReplicaOptions)}
 _LISTENER = frozenset(
     ("host", "port", "grpc_port", "ssl_certfile", "ssl_keyfile", "max_connections", "header_timeout")
     + ("max_connections_per_address", "max_header_bytes", "keep_alive_timeout", "max_watch_streams")
-    + ("end_with_stdin",)
+    + ("end_with_stdin", "endpoint_processes")
 )
 _OPTION_OF_LISTENER = {option.name: option for option in SERVE_OPTIONS if option.name in _LISTENER}
 _OPTIONS: dict[str, Option] = {

@@ -115,6 +115,7 @@ PUTS_TOGETHER = {
     *("server.commands.conversation_lines", "server.commands.jsonl", "server.commands.generating"),
     *("server.commands.endpoints", "server.commands.serving", "server.commands.serving"),
     *("server.ray.app", "server.ray.door", "server.ray.relay", "server.ray.replica", "server.ray.launch"),
+    *("server.endpoint_processes.main", "server.endpoint_processes.forwarding"),
     "server.ray.routing.prefix_key",
 }
 

@@ -115,7 +115,7 @@ def test_both_processes_count_their_answers(several: Server) -> None:
     for _ in range(6):
         with client(several) as asked:  # a connection of its own
             asked.request(*ASKED["messages"][:2], json=ASKED["messages"][2]).raise_for_status()
-    until(lambda: counted() == before + 6, "the reports")
+    until(lambda: counted() >= before + 6, "the reports")  # those of earlier tests may come with them
 
 
 def test_keys_are_asked_for_and_owners_known() -> None:

@@ -105,6 +105,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "batch_bytes": (1 << 20, 1 << 21, 1 << 22, 1 << 23),
     "max_connections": (1, 2, 3, 4),
     "max_connections_per_address": (1, 2, 3, 4),
+    "endpoint_processes": (0, 1, 2, 8),
     "max_header_bytes": (1024, 2048, 4096, 8192),
     "header_timeout": (1.0, 2.5, 1e-3, 1e7),
     "body_timeout": (1.0, 2.5, 1e-3, 1e7),
