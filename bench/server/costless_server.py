@@ -150,9 +150,7 @@ async def _serve(connection: Connection, device: Device) -> None:
     with model.orca as service:
         await endpoints.start()
         metrics.attach(model)
-        endpoints.open(model)
-        while not await endpoints.settle():
-            pass
+        await endpoints.open(model)
         settle()  # as in `orca serve`; otherwise a full garbage collection falls into one of the measurements
         watchdog.start()
         try:

@@ -28,7 +28,7 @@ from server.settings.endpoint_options import EndpointOptions
 from server.tracing.tracing import Tracing
 from server.web.feed import LiveView
 
-_START_SECONDS = 30.0
+_START_SECONDS = 60.0
 _STOP_SECONDS = 5  # for complete answers to reach their clients
 _UNREAD_SECONDS = 60  # disconnect a client that reads nothing for this long
 
@@ -155,11 +155,16 @@ class Endpoints:
         if self._processes is not None:
             await self._processes.start(listener, others_at)
 
-    def open(self, model: ServedModel) -> None:
-        """Accept requests: the model is loaded and warm."""
-        self._gateway.open(model)
+    async def open(self, model: ServedModel) -> None:
+        """Accept requests: the model is loaded and warm. Raises EngineError if a process is not up."""
         if self._processes is not None:
             self._processes.open(model)
+            deadline = self._gateway.loop.time() + _START_SECONDS
+            while not await self._processes.settle():
+                if self._gateway.loop.time() > deadline:
+                    message = f"an endpoint process was not up within {_START_SECONDS:g} seconds"
+                    raise EngineError(f"{message}; the log says more")
+        self._gateway.open(model)
 
     async def settle(self) -> bool:
         """Wait some seconds until all endpoint processes know how the engine is; False if one does not."""

@@ -78,7 +78,7 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
             await stop.unless(in_daemon_thread(lambda: view.open(llm, model, metrics, notes)))
             if tracing is not None:
                 tracing.start(model)
-            endpoints.open(model)
+            await endpoints.open(model)
             if options.follow is not None:
                 follower = CheckpointFollower(options.follow, llm.controls, on_event=notes)
                 follower.start()

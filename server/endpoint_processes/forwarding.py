@@ -76,6 +76,7 @@ class Forwarding:
             await error_response(error, path=scope["path"], retry_after=1)(scope, receive, send)
             return
         finally:
+            sending.cancel()  # if it is not done
             if caller is not None:
                 caller.on_departure(None)
         response = StreamingResponse(_relayed(answer), answer.status_code)

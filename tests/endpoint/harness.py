@@ -226,7 +226,7 @@ def serving_model(
         if tracing is not None:
             tracing.start(served)
         if ready:
-            endpoints.open(served)
+            await endpoints.open(served)
         return gateway, endpoints
 
     try:

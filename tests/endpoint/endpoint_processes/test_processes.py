@@ -1,9 +1,11 @@
 """A server with endpoint processes answers as one process does, and outlives each of them."""
 
 import asyncio
+import json
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import httpx2
 import pytest
 
 from orca_jax.errors import ConfigError
+from orca_jax.request.request import FinishReason
 from server.settings.api_keys import ApiKeys
 from server.settings.endpoint_options import EndpointOptions
 from tests.endpoint.harness import Server, serving, until
@@ -71,7 +74,6 @@ def one() -> Iterator[httpx2.Client]:
 @pytest.fixture(scope="module")
 def several() -> Iterator[Server]:
     with serving(writing("abcdef"), options=PROCESSES) as server:
-        ready(server)
         yield server
 
 
@@ -79,12 +81,9 @@ def client(server: Server, **headers: str) -> httpx2.Client:
     return httpx2.Client(base_url=server.url, timeout=SOON, headers=headers)
 
 
-def ready(server: Server) -> None:
-    """Wait until all endpoint processes follow the engine."""
-    until(
-        lambda: asyncio.run_coroutine_threadsafe(server.endpoints.settle(), server.loop).result(SOON),
-        "the endpoint processes",
-    )
+def up(server: Server) -> bool:
+    """Whether all endpoint processes follow the engine."""
+    return asyncio.run_coroutine_threadsafe(server.endpoints.settle(), server.loop).result(SOON)
 
 
 def facts(answer: httpx2.Response) -> tuple[int, dict[str, str], str]:
@@ -120,7 +119,6 @@ def test_both_processes_count_their_answers(several: Server) -> None:
 
 def test_keys_are_asked_for_and_owners_known() -> None:
     with serving(options=PROCESSES, keys=ApiKeys(["secret-key-1"])) as server:
-        ready(server)
         with client(server) as asked:
             assert asked.post("/v1/completions", json={"prompt": TEXT}).status_code == 401
             assert asked.get("/v1/models").status_code == 401
@@ -138,7 +136,6 @@ def stream(asked: httpx2.Client) -> Any:
 def test_a_killed_process_loses_only_its_streams(caplog: pytest.LogCaptureFixture) -> None:
     engine = GatedEngine(writing("ab"))
     with serving(engine=engine, options=PROCESSES) as server:
-        ready(server)
         first, second = server.endpoints.process_ids
         os.kill(second, signal.SIGSTOP)  # so that the first accepts the connection
         with client(server) as a, stream(a) as kept:
@@ -156,7 +153,7 @@ def test_a_killed_process_loses_only_its_streams(caplog: pytest.LogCaptureFixtur
             assert kept.read().count(b"data: ") > 2 and kept.text.rstrip().endswith("data: [DONE]")
         until(lambda: at_rest(server.service), "rest")
         until(lambda: len({first, *server.endpoints.process_ids} - {second}) == 2, "another process")
-        ready(server)
+        until(lambda: up(server), "its model")
         engine.let(100)
         for _ in range(4):
             with client(server) as asked:
@@ -167,7 +164,6 @@ def test_a_killed_process_loses_only_its_streams(caplog: pytest.LogCaptureFixtur
 def test_a_drain_ends_streams_in_all_processes() -> None:
     engine = GatedEngine(writing("ab"))
     with serving(engine=engine, options=PROCESSES) as server:
-        ready(server)
         with client(server) as asked, stream(asked) as answer:
             until(lambda: server.service.pool.n_running == 1, "the stream")
             draining = asyncio.run_coroutine_threadsafe(server.endpoints.drain(0.0), server.loop)
@@ -181,3 +177,20 @@ def test_a_drain_ends_streams_in_all_processes() -> None:
 def test_traces_are_refused() -> None:
     with pytest.raises(ConfigError, match="otlp_traces_endpoint traces the requests of one process"):
         EndpointOptions(endpoint_processes=1, otlp_traces_endpoint="http://localhost:4318/v1/traces")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+def test_a_client_that_leaves_ends_its_request_wherever_it_is(path: str) -> None:
+    engine = GatedEngine(writing("ab"))
+    with serving(engine=engine, options=PROCESSES) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({"input": TEXT} if path == "/v1/responses" else {"messages": MESSAGES}).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection((host, int(port)), timeout=SOON) as connection:
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+            until(lambda: server.service.pool.n_running == 1, "the request")
+        until(lambda: all(request.ending for request in server.service.pool.live()), "its end")
+        engine.let(2)
+        until(lambda: at_rest(server.service), "rest")
+        reasons = [record.finish_reason for record in server.service.timeline.requests]
+        assert reasons == [FinishReason.CANCELLED]
