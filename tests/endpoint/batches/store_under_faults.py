@@ -54,7 +54,7 @@ async def answer(_: Batch, line: InputLine) -> Answered:
 
 def opened(folder: Path) -> Batches:
     pool = SimpleNamespace(n_waiting=0)
-    served = SimpleNamespace(service=SimpleNamespace(pool=pool), serving=SimpleNamespace(max_batch_size=8))
+    served = SimpleNamespace(orca=SimpleNamespace(pool=pool), serving=SimpleNamespace(max_batch_size=8))
     gateway: Any = SimpleNamespace(phase=Phase.READY, served=served)
     batches = Batches(gateway, folder, max_bytes=1 << 24, max_line=1 << 16, shared=False, again_seconds=0.002)
     batches.answer, batches.read_members = answer, members
