@@ -23,6 +23,7 @@ BEGIN, END = "<!-- made by scripts/model_matrix.py -->\n", "<!-- end -->\n"
 
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 _RESIDUALS = {
+    "bare": "no norm before the first attention",
     "pre": "norm before",
     "post": "norm after the sum",
     "both": "norms before and after",

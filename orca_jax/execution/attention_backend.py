@@ -78,6 +78,7 @@ Feature = Literal[
     "a relative bias",
     "attention sinks",
     "attention that is not causal",
+    "a window on both sides",
     "latent keys and values",
     "keys and values in eight bits",
     "heads that differ by layer",
@@ -85,10 +86,12 @@ Feature = Literal[
 _EVERY_FEATURE = frozenset(get_args(Feature))
 _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values"),
+    "a window on both sides",
     *("keys and values in eight bits", "heads that differ by layer", "attention in chunks"),
 }
 _KERNEL = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "attention sinks"),
+    "a window on both sides",
     *("keys and values in eight bits", "heads that differ by layer", "attention in chunks"),
 }
 # The features of each path, beyond causal attention with as many K/V heads as query heads. The kernels' work
@@ -97,7 +100,7 @@ _KERNEL = _EVERY_FEATURE - {
 # as a latent key, or values that are read from the keys. The kernel divides the results of unsplit rows by
 # their softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
-    "native": _EVERY_FEATURE,
+    "native": _EVERY_FEATURE - {"a window on both sides"},
     "follow_lengths": _EVERY_FEATURE,
     "static": _EVERY_FEATURE,
     "kernel": _KERNEL,
@@ -115,7 +118,8 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "grouped heads": any(kind.group > 1 and kind.latent is None for kind in kinds),
         "another scale": any(kind.scores.scale is not None for kind in kinds),
         "a sliding window": any(
-            (kind.scores.window or longest) < longest and not kind.scores.chunked for kind in kinds
+            kind.causal and (kind.scores.window or longest) < longest and not kind.scores.chunked
+            for kind in kinds
         ),
         "attention in chunks": any(
             (kind.scores.window or longest) < longest and kind.scores.chunked for kind in kinds
@@ -125,6 +129,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "a relative bias": any(kind.scores.relative is not None for kind in kinds),
         "attention sinks": any(kind.scores.sinks for kind in kinds),
         "attention that is not causal": not all(kind.causal for kind in kinds),
+        "a window on both sides": any(not kind.causal and kind.scores.window is not None for kind in kinds),
         "latent keys and values": config.attention.latent is not None,
         "keys and values in eight bits": config.attention.kv_code is not None,
         "heads that differ by layer": len(_heads_of(config)) > 1,

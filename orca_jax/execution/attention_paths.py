@@ -111,6 +111,7 @@ class PureJax(AttentionPath):
                 batch.kv_length,
                 work,
                 follow_lengths=self.follow_lengths,
+                positions=None if layer.causal or layer.scores.window is None else batch.positions,
                 **_options(layer, bias, sinks),
             )
 

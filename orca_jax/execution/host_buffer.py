@@ -57,7 +57,9 @@ class HostBuffer:
             return None
         row_start = _one_each(last, batch)
         words = buffer[self._first(layout) :]
-        return self.path.bind(last, batch._replace(row_start=row_start), words), row_start[-1:]
+        return self.path.bind(
+            last, batch._replace(row_start=row_start, positions=batch.kv_length - 1), words
+        ), row_start[-1:]
 
     def bind_cross(self, layout: FlatLayout, batch: FlatArrays) -> Attend | None:
         """Cross attention of all tokens to their row's encoder output; None without an encoder."""

@@ -109,9 +109,9 @@ class Scores:
     The score is scale * q.k (None: head_size ** -0.5), times the query's `temperature`, then soft_cap *
     tanh(score / soft_cap). ALiBi (Press et al., 2021) adds the head's slope times `alibi` times (key position
     - query position), T5 a `relative` bias. With a `window` a token sees itself and the window - 1 tokens
-    before it, as in transformers, or if that is `chunked` those of its own chunk of so many (Llama 4). With
-    `sinks` each query head has a learned score that enters its softmax and has no value, so that a token can
-    attend to nothing (gpt-oss).
+    before it, as in transformers, or if that is `chunked` those of its own chunk of so many (Llama 4).
+    Without a causal mask it sees as many after it too (ModernBERT). With `sinks` each query head has a
+    learned score that enters its softmax and has no value, so that a token can attend to nothing (gpt-oss).
     """
 
     scale: float | None = None
@@ -246,8 +246,8 @@ class Attention:
                 f"rotary_size is {self.rotary.size}; it must be at most the head_size {self.head_size}"
             )
         scores = self.scores
-        if not self.causal and (scores.window is not None or scores.alibi is not None or scores.sinks):
-            raise ConfigError("a window, ALiBi or sinks in attention that is not causal are not supported")
+        if not self.causal and (scores.chunked or scores.alibi is not None or scores.sinks):
+            raise ConfigError("chunks, ALiBi or sinks in attention that is not causal are not supported")
         if scores.relative is not None and self.group != 1:
             raise ConfigError("a relative bias with grouped heads is not supported")
         if self.kv_code is not None:

@@ -23,7 +23,7 @@ from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense, Forms, WeightForm
 
 Activation = Literal["gelu_tanh", "gelu", "relu", "silu", "relu2", "xielu"]
-Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms", "joined"]
+Residual = Literal["pre", "post", "both", "after", "parallel", "parallel_two_norms", "joined", "bare"]
 # The formula of a head that drafts: DeepSeek-V3's next-token layer, or EAGLE-3.
 HeadKind = Literal["next_token", "eagle3"]
 
@@ -36,6 +36,7 @@ _LAYER = re.compile(r"(encoder\.)?layers\.\d+\.")
 # The names of a layer's norms by the form of its residual.
 _NORMS: dict[str, tuple[str, ...]] = {
     "pre": ("attn_norm", "mlp_norm"),
+    "bare": ("mlp_norm",),
     "post": ("attn_norm", "mlp_norm"),
     "both": ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm"),
     "after": ("attn_out_norm", "mlp_out_norm"),
@@ -97,7 +98,8 @@ class FeedForward:
 class Layer:
     """A Transformer layer: f is attention, then feed-forward. `residual` says where the norms are.
 
-    pre: x + f(norm(x)); post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)). parallel: x
+    pre: x + f(norm(x)); bare: pre, but attention takes x itself, as in ModernBERT's first layer, whose
+    embedding has a norm; post: norm(x + f(x)); both: x + norm(f(norm(x))); after: x + norm(f(x)). parallel: x
     + attention(norm(x)) + feed_forward(norm(x)) with one norm, or with `parallel_two_norms` one for each.
     joined, in a head alone (`ReadStates`): pre, but attention takes an input of 2 H elements in place of
     norm(x). The result of f is multiplied by `residual_multiplier` before the sum. With `cross`, which pre

@@ -34,6 +34,7 @@ from orca_jax.families.decoders.starcoder2 import STARCODER2
 from orca_jax.families.encoder_decoders.bart import BART, MBART, PEGASUS
 from orca_jax.families.encoder_decoders.t5 import MT5, T5, UMT5
 from orca_jax.families.encoders.bert import BERT, ROBERTA, XLM_ROBERTA
+from orca_jax.families.encoders.modernbert import MODERNBERT
 from orca_jax.families.family import Family
 from orca_jax.families.mixtures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25
 from orca_jax.families.mixtures.ernie4_5_moe import ERNIE4_5_MOE
@@ -123,6 +124,7 @@ _families: dict[str, Family] = {
         BERT,
         ROBERTA,
         XLM_ROBERTA,
+        MODERNBERT,
     )
 }
 

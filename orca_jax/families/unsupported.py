@@ -11,8 +11,8 @@ from orca_jax.families.strict_json import shown
 
 _OF_IMAGES_AND_TEXT = "a model of images and text, and only the text of a few such models is served here"
 _ENCODER = (
-    "an encoder, and only BERT, RoBERTa and XLM-RoBERTa are served here; a decoder such as "
-    "Qwen3-Embedding makes embeddings too"
+    "an encoder, and only BERT, RoBERTa, XLM-RoBERTa and ModernBERT are served here; a decoder "
+    "such as Qwen3-Embedding makes embeddings too"
 )
 _OF_SPEECH = "a model of speech or sound; language models are served here"
 _OF_IMAGES = "a model of images; language models are served here"
@@ -29,7 +29,7 @@ _KINDS: Mapping[str, str] = {
     """,
     _ENCODER: """
         albert camembert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert
-        flaubert gte ibert longformer luke mobilebert modernbert mpnet new nomic_bert roformer splinter
+        flaubert gte ibert longformer luke mobilebert mpnet new nomic_bert roformer splinter
         squeezebert xlm xlm-roberta-xl xmod
     """,
     _OF_SPEECH: """

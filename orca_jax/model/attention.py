@@ -144,6 +144,7 @@ def split_attention(
     relative: jax.Array | None = None,
     sinks: jax.Array | None = None,
     value_size: int | None = None,
+    positions: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of each request's query tokens to its own keys, up to each query's position if `causal`.
 
@@ -159,12 +160,13 @@ def split_attention(
     then 1. With a `window` a query sees its own position and the window - 1 before it, or if that is
     `chunked` those from the last multiple of the window on; blocks outside are not read. `sinks` [G, K]
     float32 are scores of one more key per head, which has no value. Without `causal` a query sees all keys of
-    its row, which may be fewer than its queries, and there are no window and no slopes. In a cache without
-    values a value is the first `value_size` elements of its key; the result has that size in place of D. In a
-    cache of eight bits the codes are multiplied, and scores and weights by their scales.
+    its row, which may be fewer than its queries, or with a window those up to window - 1 after it, and there
+    are no slopes. `positions` [T] int32 are the queries' where these are not a row's last ones. In a cache
+    without values a value is the first `value_size` elements of its key; the result has that size in place of
+    D. In a cache of eight bits the codes are multiplied, and scores and weights by their scales.
     """
     n_tokens, n_groups, n_kv_heads, head_size = q.shape
-    assert causal or (window is None and slopes is None)
+    assert causal or (not chunked and slopes is None)
     assert relative is None or n_groups == 1
     assert (value_size is None) is (cache.values is not None)
     n_values = head_size if value_size is None else value_size
@@ -185,6 +187,7 @@ def split_attention(
             chunk_keys=tiling.chunk_keys,
             follow_lengths=follow_lengths,
             window=window,
+            both_sides=not causal,
             chunked=chunked,
             soft_cap=soft_cap,
             slopes=slopes,
@@ -211,7 +214,12 @@ def split_attention(
             in_row = index < end
             length = kv_length.at[row].get(mode="fill", fill_value=0)[:, None]
             position = length - end + index  # [I, Q] the query's position
-            last_key = jnp.where(in_row, position if causal else length - 1, -1)  # [I, Q]
+            if positions is not None:
+                position = positions.at[index].get(mode="clip")
+            last = position if causal else length - 1
+            if not causal and window is not None:
+                last = jnp.minimum(last, position + window - 1)
+            last_key = jnp.where(in_row, last, -1)  # [I, Q]
             tile = scaled.at[index].get(mode="clip").swapaxes(1, 2)  # [I, G * K, Q, D]
             attended = attend_tiles(tile, block_table.at[row].get(mode="clip"), position, last_key, tiling)
             where = jnp.where(in_row, index, n_tokens)
@@ -237,6 +245,7 @@ def _attend(
     chunk_keys: int,
     follow_lengths: bool,
     window: int | None,
+    both_sides: bool,
     chunked: bool,
     soft_cap: float | None,
     slopes: jax.Array | None,
@@ -262,13 +271,15 @@ def _attend(
         table = jnp.pad(table, ((0, 0), (0, n_chunks * blocks - table.shape[1])))
     else:
         # Each tile's chunks begin at the first block that any of its queries sees.
-        first_seen = jnp.where(last_key >= 0, last_key, jnp.iinfo(jnp.int32).max).min(axis=1)
+        first_seen = jnp.where(last_key >= 0, position, jnp.iinfo(jnp.int32).max).min(axis=1)
         first_seen -= first_seen % window if chunked else window - 1
         first_block = jnp.where(n_seen > 0, jnp.maximum(first_seen, 0) // block_size, 0)[:, None]  # [I, 1]
         n_reached = n_seen - first_block[:, 0] * block_size
-        most_blocks = -(-(window + n_queries - 2) // block_size) + 1
+        after = window - 1 if both_sides else 0
+        most_blocks = -(-(window + n_queries - 2 + after) // block_size) + 1
         n_chunks = min(n_chunks, -(-most_blocks // blocks))
     last_key = jnp.tile(last_key, (1, per_head))[:, None, :, None]  # [I, 1, G * Q, 1]
+    own_key = jnp.tile(position, (1, per_head))[:, None, :, None]  # the query's own, if it sees any
 
     def by_query_of(heads: jax.Array) -> jax.Array:
         """Repeat a number of each head [G, K] for each query: [1, K, G * Q]."""
@@ -311,7 +322,7 @@ def _attend(
             scores = scores + relative.T.at[:, distance + furthest].get(mode="clip").swapaxes(0, 1)
         seen = by_query <= last_key
         if window is not None:
-            seen = seen & (by_query >= last_key - (last_key % window if chunked else window - 1))
+            seen = seen & (by_query >= own_key - (own_key % window if chunked else window - 1))
         scores = jnp.where(seen, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         shrink = jnp.exp(top - new_top)

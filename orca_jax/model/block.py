@@ -138,6 +138,10 @@ def _pre(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     return block.fed(x, ctx)
 
 
+def _bare(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
+    return block.fed(ctx.wanted(x) + block.scaled(block.attention(x, ctx)), ctx)
+
+
 def _joined(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
     """The form of an EAGLE-3 head, whose attention takes embeddings joined with x (read_states.py)."""
     assert ctx.layer_input is not None
@@ -185,6 +189,7 @@ def _parallel_two_norms(block: Block, x: jax.Array, ctx: Context) -> jax.Array:
 
 _RESIDUAL_FORMS: Mapping[Residual, Callable[[Block, jax.Array, Context], jax.Array]] = {
     "pre": _pre,
+    "bare": _bare,
     "post": _post,
     "both": _both,
     "after": _after,

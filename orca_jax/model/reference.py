@@ -148,7 +148,7 @@ def forward(
             chunk = position // layer.scores.window
             seen &= chunk[:, None] == chunk
         elif layer.scores.window is not None:
-            seen &= distance < layer.scores.window
+            seen &= abs(distance) < layer.scores.window
         scores = jnp.where(seen, scores, -jnp.inf)
         if layer.scores.sinks:  # one more key per head, which has no value
             sinks = p[f"{name}.sinks"].reshape(layer.group, -1).T.reshape(-1)  # by query head
@@ -362,6 +362,9 @@ def forward(
                     x = x + m * cross_attention(layer.cross, name, n("cross_norm", x), encoded)
                 if f is not None:
                     x = x + m * feed_forward(f, name, n("mlp_norm", x))
+            case "bare":
+                x = x + m * mixed(layer, name, x, real)
+                x = x + m * feed_forward(f, name, n("mlp_norm", x))
             case "joined":
                 x = x + m * mixed(layer, name, joined, real)
                 x = x + m * feed_forward(f, name, n("mlp_norm", x))

@@ -62,10 +62,13 @@ MODEL = ModelConfig(
         (lambda: RelativeBias(n_buckets=31), "relative_buckets is 31"),
         (lambda: RelativeBias(n_buckets=32, max_distance=16), "more than half of the 32"),
         (lambda: Scores(relative=RelativeBias(), alibi=1.0), "relative bias with ALiBi"),
-        (lambda: replace(NOT_CAUSAL, scores=Scores(window=3)), "a window, ALiBi or sinks in attention that"),
+        (
+            lambda: replace(NOT_CAUSAL, scores=Scores(window=3, chunked=True)),
+            "chunks, ALiBi or sinks in attention that",
+        ),
         (
             lambda: replace(NOT_CAUSAL, scores=Scores(sinks=True)),
-            "a window, ALiBi or sinks in attention that",
+            "chunks, ALiBi or sinks in attention that",
         ),
         (lambda: replace(ATTENTION, n_heads=4), "a relative bias with grouped heads"),
         (lambda: replace(DECODING, cross=ATTENTION), "cross attention that is causal"),

@@ -29,8 +29,8 @@ def message(folder: Path, **fields: Any) -> str:
     [
         ("llava", "found 'llava', a model of images and text"),
         ("qwen2_vl", "a model of images and text"),
-        ("albert", "found 'albert', an encoder, and only BERT, RoBERTa and XLM-RoBERTa"),
-        ("modernbert", "an encoder"),
+        ("albert", "found 'albert', an encoder, and only BERT, RoBERTa, XLM-RoBERTa and ModernBERT"),
+        ("eurobert", "an encoder"),
         ("clip", "a model of images; language models are served here"),
         ("whisper", "a model of speech or sound"),
         ("mamba", "recurrent layers"),

@@ -63,6 +63,15 @@ def llm() -> Iterator[LLM]:
         pytest.param(NAME, {"tensor_parallel": 2, "pipeline_parallel": 2}, marks=pytest.mark.matrix),
         pytest.param(NAME, {"policy": "orca"}, marks=pytest.mark.matrix),
         pytest.param(NAME, {"deterministic": True}, marks=pytest.mark.matrix),
+        ("modernbert-windows", {}),
+        pytest.param("modernbert-biases-masked", {}, marks=pytest.mark.matrix),
+        pytest.param("modernbert-one-head", {}, marks=pytest.mark.matrix),
+        pytest.param(
+            "modernbert-windows",
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
+            marks=pytest.mark.matrix,
+        ),
+        pytest.param("modernbert-windows", {"deterministic": True}, marks=pytest.mark.matrix),
         pytest.param(NAME, {"quantization": "int8"}, marks=pytest.mark.matrix),
     ],
 )
@@ -73,6 +82,8 @@ def test_vectors_are_hugging_faces(name: str, options: dict[str, Any]) -> None:
         if "quantization" not in options:
             for pooling in POOLINGS:
                 assert_hugging_faces(llm, name, every, pooling)
+            for alone in every[:3]:
+                assert_hugging_faces(llm, name, [alone], "mean")
             return
         ours = np.stack(llm.embed(golden.prompts))
         exact = golden.vectors["cls"] / np.linalg.norm(golden.vectors["cls"], axis=1, keepdims=True)
