@@ -30,7 +30,7 @@ CONFIGS = ("config", "text_config", "decoder_config")
 LANGUAGE_MODELS = sorted(
     set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     | set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    | {"gemma3", "kimi_k25", "mistral3", "mistral4"}
+    | {"gemma3", "kimi_k25", "mistral3", "mistral4", "modernbert"}
 )
 METHODS = {"to_dict", "get_text_config", "__setattr__"}
 

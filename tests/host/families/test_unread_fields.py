@@ -42,6 +42,7 @@ OTHERS = {
     "another way to compute the same": (
         *(
             "autocast_kernel_dtype",
+            "deterministic_flash_attn",
             "chunkwise_kernel",
             "sequence_kernel",
             "step_kernel",
