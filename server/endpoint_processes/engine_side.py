@@ -1,5 +1,6 @@
 """The engine's side of a line: submits an endpoint process's requests, and sends it their output."""
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from server.endpoint_processes.messages import (
     Submit,
 )
 
+_LOGGER = logging.getLogger("orca.endpoints")
 _GRAMMAR_THREADS = 2  # compiling a grammar may take seconds
 
 
@@ -168,6 +170,12 @@ class EngineSide:
                 self._enter(submit, request, stream)
         except OrcaError as error:
             self._line.send(Refused(submit.number, Failure.of(error)))
+        except Exception:  # one request's fault must not cost the others of its process
+            _LOGGER.exception("request %s could not be submitted", submit.request_id)
+            failure = Failure(
+                EngineError, "the request failed in an unexpected way; the server's log has more"
+            )
+            self._line.send(Refused(submit.number, failure))
         else:
             self._line.send(Accepted(submit.number, request.seed))
 

@@ -128,7 +128,7 @@ class EndpointProcesses:
         number = self._status.number
         try:
             async with asyncio.timeout(_FOLLOWED_SECONDS):
-                while any(process.followed < number for process in self._running.values()):
+                while not self._follow(number):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -157,6 +157,12 @@ class EndpointProcesses:
         await asyncio.gather(*tasks, return_exceptions=True)
         for process in list(self._running.values()):
             await self._close(process)
+
+    def _follow(self, number: int) -> bool:
+        running = self._running.values()
+        return len(running) == self._options.endpoint_processes and all(
+            process.followed >= number for process in running
+        )
 
     # One process.
 

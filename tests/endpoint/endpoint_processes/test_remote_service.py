@@ -165,6 +165,26 @@ async def ended(main: Any, engine: GatedEngine) -> None:
     await running
 
 
+@pytest.mark.parametrize("params", [LONG, SamplingParams(max_tokens=4, guided_regex="[ab]+")])
+def test_a_fault_of_one_request_is_its_own(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("inside")
+
+    async def main() -> None:
+        async with linked(service) as link:
+            with monkeypatch.context() as patched:
+                patched.setattr(service, "new_request", fail)
+                with pytest.raises(EngineError, match="the request failed in an unexpected way"):
+                    await outcomes(link.gateway, [[1]], params)
+            assert len((await outcomes(link.gateway, [[1]], LONG))[0]["tokens"]) == 40
+
+    with orca(simulated(writing("ab")), tokenizer=LETTERS) as service:
+        asyncio.run(main())
+    assert "KeyError: 'inside'" in caplog.text
+
+
 def test_ids_in_use_by_others_are_no_matter() -> None:
     async def main() -> None:
         async with linked(service) as link:
