@@ -136,7 +136,7 @@ def _reads(
     served: ModelConfig,
     tensors: Collection[str] | None,
 ) -> ReadStates:
-    """What the head reads of `served`, and how many tokens it can draft.
+    """Read which states of `served` the head reads, and how many tokens it can draft.
 
     Raises HeadMismatch or UnsupportedModel.
     """

@@ -1,4 +1,4 @@
-"""What endpoints need of an engine's service, which may run in their process (orca.py) or in another one."""
+"""The service as endpoints need it: it runs in their process (orca.py) or in another one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -70,8 +70,8 @@ class Service(Intake, ABC):
         """Submit an endpoint's request. Raises as Orca.submit does, if that is known at once."""
 
     def acceptance(self, request_id: str) -> Awaitable[None] | None:
-        """What to await, on the event loop, until a request is accepted; None if it is.
+        """Return what to await, on the event loop, until a request is accepted; None if it is.
 
-        It raises as Orca.submit does.
+        Awaiting it raises as Orca.submit does.
         """
         return None

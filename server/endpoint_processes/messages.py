@@ -46,7 +46,7 @@ Counts = Mapping[tuple[str, str, int], int]
 
 
 class Report(NamedTuple):
-    """How the process is, about once a second: its live requests, and what it has answered."""
+    """A report, about once a second: the live requests, and the numbers of those that were answered."""
 
     n_live: int
     answered: Counts

@@ -309,7 +309,7 @@ class Gateway:
         return live
 
     def acceptance(self, request: LiveRequest) -> Awaitable[None] | None:
-        """What to await until the engine has accepted a request; None if it has."""
+        """Return what to await until the engine has accepted a request; None if it has."""
         return self.model().service.acceptance(request.request_id)
 
     def forget(self, request: LiveRequest) -> None:

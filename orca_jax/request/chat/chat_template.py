@@ -102,7 +102,7 @@ class ChatTemplate:
         self._readings = dict[bool, TemplateReading]()
 
     def __reduce__(self) -> tuple[Callable[[], "ChatTemplate"], tuple[()]]:
-        """How another process makes it again: of its source."""
+        """Another process makes the template again, of its source."""
         again = partial(ChatTemplate, special_tokens=self._special_tokens, max_seconds=self._max_seconds)
         return partial(again, self._source), ()
 
