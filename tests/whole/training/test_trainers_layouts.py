@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +17,6 @@ from orca_jax.families.hf_config import read_config
 from orca_jax.families.trainers.layouts import detect
 from orca_jax.families.trainers.orca_json import read_description
 from orca_jax.launch.new_weights import check_adapters, check_arrays, named_arrays
-from orca_jax.service.follower import CheckpointFollower
 from tests.device.checkpoint.test_trainers import DIRECTORY, SOME, arrays_of, golden_of
 
 SCANNED = "maxtext-llama2-scanned"  # a stack of layers, and a factor in its queries
@@ -253,28 +250,3 @@ def test_adapters_that_do_not_fit():
             check_adapters(given, model)
     with pytest.raises(TensorMismatch, match="which the layout maxtext does not have"):
         check_adapters({f"{query}_lora_a": a, f"{query}_lora_b": b}, model, "maxtext")
-
-
-@pytest.mark.parametrize(
-    "name, step, last",
-    [
-        ("levanter-llama", "step-3", "metadata.json"),
-        pytest.param("easydel-qwen2-step", "run-3", "checkpoint_metadata.json", marks=pytest.mark.long),
-    ],
-)
-def test_steps_without_orbax_are_followed(name: str, step: str, last: str, tmp_path: Path):
-    """A step is loaded once its last file is there."""
-    golden, events = golden_of(name), list[str]()
-    shutil.copy(DIRECTORY / name / "config.json", tmp_path)
-    sizes: dict[str, Any] = {"max_batch_size": 4, "n_slots": 256, "max_batch_tokens": 64}
-    with LLM(tmp_path, load_format="dummy", dtype="float32", **sizes) as llm:
-        follower = CheckpointFollower(tmp_path, llm.controls, on_event=events.append)
-        shutil.copytree(DIRECTORY / name / step, tmp_path / step)
-        (tmp_path / step / last).rename(tmp_path / "later")
-        assert not follower.look()
-        assert "step 3 is left out until its files change" in events[-1]
-        (tmp_path / "later").rename(tmp_path / step / last)
-        assert follower.look() and llm.weights_version == 3
-        sampling = SamplingParams(max_tokens=golden.tokens.shape[1], temperature=0, ignore_eos=True)
-        results = llm.generate(golden.prompts.tolist(), sampling)
-        assert [result.token_ids for result in results] == golden.tokens.tolist()
