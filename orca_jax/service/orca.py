@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Self, TypeVar, cast, overload
 
@@ -209,25 +208,9 @@ class Orca(Service):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def check(
-        self,
-        prompt_ids: Sequence[int],
-        rules: OutputRules,
-        scheduling: SchedulingParams = PLAIN,
-        *,
-        tenant: str = "",
-        decoder_ids: Sequence[int] | None = None,
-        pooling: Pooling | None = None,
-    ) -> CheckedPrompt:
-        """Check a prompt as `Intake.check` does, and hash its blocks, once for all its outputs.
-
-        This is the caller's thread, so that a long prompt does not delay the scheduler.
-        """
-        checked = super().check(
-            prompt_ids, rules, scheduling, tenant=tenant, decoder_ids=decoder_ids, pooling=pooling
-        )
-        hashes = prompt_hashes(checked.token_ids, checked.cache_salt, self._kv)
-        return replace(checked, block_hashes=None if hashes is None else tuple(hashes))
+    def _hashes(self, token_ids: Sequence[int], cache_salt: Sequence[str]) -> tuple[bytes, ...] | None:
+        hashes = prompt_hashes(token_ids, cache_salt, self._kv)
+        return None if hashes is None else tuple(hashes)
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:

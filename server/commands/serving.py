@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import logging
 import os
 import sys
 from contextlib import closing, nullcontext
@@ -21,9 +20,9 @@ from server.commands.router_view import RouterView
 from server.commands.stop_signals import Stopped, StopSignals, in_daemon_thread
 from server.gateway.gateway import Gateway
 from server.gateway.served_model import ServedModel
-from server.metrics.access_log import configure_access_log
+from server.metrics.access_log import configure_logging
 from server.metrics.metrics import Metrics
-from server.process.log_writer import LogHandler, LogStream, LogWriter
+from server.process.log_writer import LogStream, LogWriter
 from server.process.watchdog import Watchdog
 from server.settings.serve_settings import ServeSettings
 from server.tracing.tracing import tracing_to
@@ -40,7 +39,7 @@ def serve_until_stopped(settings: ServeSettings, notes: Notes) -> int:
     # Nothing on the event loop may wait for whoever reads the log.
     log = LogWriter(sys.stderr.fileno())
     notes.write_to(LogStream(log, sys.stderr.fileno()))
-    _configure_logging(settings, log)
+    configure_logging(settings.endpoint.access_log, log)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(_serve(settings, notes, log))
@@ -94,13 +93,6 @@ async def _serve(settings: ServeSettings, notes: Notes, log: LogWriter) -> int:
             await endpoints.stop()
     await asyncio.to_thread(llm.close)
     return 0
-
-
-def _configure_logging(settings: ServeSettings, log: LogWriter) -> None:
-    """Write the access log as configured, and warnings and errors from everything else."""
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, handlers=[LogHandler(log, form)])
-    configure_access_log(settings.endpoint.access_log, LogHandler(log))
 
 
 async def _drain(endpoints: Endpoints, timeout: float, stop: StopSignals, notes: Notes) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 _LENGTH = struct.Struct("!I")
 MOST_BYTES = 256 << 20  # that wait to be sent: an end that reads nothing is given up
 _READ_BYTES = 1 << 18
+_END_SECONDS = 5.0  # for the writing thread, which a broken line wakes
 
 
 def packed(message: object) -> bytes:
@@ -101,7 +102,7 @@ class Line:
         """Break the line, and close it once its threads are done with it."""
         with self._changed:
             self._break()
-        self._writer.join()
+        self._writer.join(_END_SECONDS)
         self._socket.close()
 
     def _write(self) -> None:

@@ -5,7 +5,6 @@ The engine's process starts it (supervisor.py), and it ends when its line does.
 
 import asyncio
 import contextlib
-import logging
 import socket
 import sys
 from collections import Counter
@@ -35,10 +34,10 @@ from server.gateway.served_model import ServedModel
 from server.gateway.side_threads import n_very_long
 from server.http.app import create_app
 from server.http.connections.server import HttpServer
-from server.metrics.access_log import configure_access_log
+from server.metrics.access_log import configure_logging
 from server.metrics.metrics import Metrics
 from server.process.freed_memory import give_back
-from server.process.log_writer import LogHandler, LogWriter
+from server.process.log_writer import LogWriter
 from server.process.watchdog import Watchdog, settle
 from server.settings.endpoint_options import EndpointOptions
 
@@ -83,8 +82,8 @@ class CountedAnswers(Metrics):
         super().__init__(gateway)
         self._counts = Counter[tuple[str, str, int]]()
 
-    def http_request(self, path: str, method: str, status: int) -> None:
-        self._counts[path, method, status] += 1
+    def http_request(self, path: str, method: str, status: int, n: int = 1) -> None:
+        self._counts[path, method, status] += n
 
     def take(self) -> dict[tuple[str, str, int], int]:
         counts, self._counts = self._counts, Counter()
@@ -239,9 +238,7 @@ async def _run(line_number: int, listener_number: int) -> None:
     if begin is None:
         return
     log = LogWriter(sys.stderr.fileno())
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.WARNING, handlers=[LogHandler(log, form)])
-    configure_access_log(begin.options.access_log, LogHandler(log))
+    configure_logging(begin.options.access_log, log)
     process = EndpointProcess(begin, line)
     for message in early:
         process.take(message)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
+from server.process.log_writer import LogHandler, LogWriter
 from server.settings.endpoint_options import AccessLog
 
 LOGGER = logging.getLogger("orca.access")
@@ -32,6 +33,13 @@ def configure_access_log(style: AccessLog, handler: logging.Handler | None = Non
         handler.setFormatter(logging.Formatter("%(message)s"))
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
+
+
+def configure_logging(style: AccessLog, log: LogWriter) -> None:
+    """Write the access log in this style, and warnings and errors from everything else, to `log`."""
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, handlers=[LogHandler(log, form)])
+    configure_access_log(style, LogHandler(log))
 
 
 def log_access(style: AccessLog, record: Mapping[str, object]) -> None:

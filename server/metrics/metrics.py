@@ -85,14 +85,14 @@ class Metrics(Collector):
         timeline = model.orca.timeline
         timeline.observers = (*timeline.observers, self._engine)
 
-    def http_request(self, path: str, method: str, status: int) -> None:
-        """Count an HTTP request. `path` is its route's template, so that clients cannot create labels."""
-        self._http.labels(path, method if method in _METHODS else "other", str(status)).inc()
+    def http_request(self, path: str, method: str, status: int, n: int = 1) -> None:
+        """Count `n` HTTP requests. `path` is their route's template, so that clients cannot create labels."""
+        self._http.labels(path, method if method in _METHODS else "other", str(status)).inc(n)
 
     def answered_elsewhere(self, counts: Mapping[tuple[str, str, int], int]) -> None:
         """Count requests by path, method and status, which an endpoint process has answered."""
         for (path, method, status), n in counts.items():
-            self._http.labels(path, method if method in _METHODS else "other", str(status)).inc(n)
+            self.http_request(path, method, status, n)
 
     def http_refusal(self, status: int) -> None:
         """Count a refusal before the application: malformed, too large, too slow or over a limit."""
