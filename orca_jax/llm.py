@@ -50,7 +50,7 @@ from orca_jax.service.embeddings import pooled_prompt, pooled_vectors
 from orca_jax.service.engine_controls import EngineControls
 from orca_jax.service.generation import Generation, GenerationResult
 from orca_jax.service.interludes import Running
-from orca_jax.service.orca import SCHEDULER_THREAD, Orca
+from orca_jax.service.orca import Orca
 from orca_jax.service.prepared_params import OutputRules
 from orca_jax.service.recorder import Recorder
 from orca_jax.service.scores import listed_token_ids, scores
@@ -117,7 +117,7 @@ class LLM:
         assert built.memory is not None
         self._controls = EngineControls(self._service, built.memory)
         if config.compile_ahead and config.in_this_process:
-            self._compiles.watch(SCHEDULER_THREAD, config.on_compile)
+            self._compiles.watch(self._service.thread, config.on_compile)
         self._service.start()
         if built.compile_later is not None:
             built.compile_later(self._service.timeline.use_buckets)

@@ -35,7 +35,7 @@ class CompileCounter:
         self._lock = threading.Lock()
         self._programs = self._from_disk = 0
         self._seconds = 0.0
-        self._watched: tuple[str | None, OnCompile] = None, "warn"
+        self._watched: tuple[threading.Thread | None, OnCompile] = None, "warn"
         self._warned = set[str]()
         self._listens = True
         jax.monitoring.register_scalar_listener(self._begins)
@@ -46,8 +46,8 @@ class CompileCounter:
         with self._lock:
             return CompileCounts(self._programs, self._from_disk, self._seconds)
 
-    def watch(self, thread: str | None, on_compile: OnCompile) -> None:
-        """From now on, treat compiles on threads with this name as unexpected; with None, no compile is.
+    def watch(self, thread: threading.Thread | None, on_compile: OnCompile) -> None:
+        """From now on, treat compiles on this thread as unexpected; with None, no compile is.
 
         An unexpected compile logs a warning, once per function. With "error" it is refused before it begins:
         the caller gets NotCompiledAhead.
@@ -99,4 +99,4 @@ class CompileCounter:
                 self._from_disk += 1
 
     def _is_watched(self, on_compile: OnCompile) -> bool:
-        return self._watched == (threading.current_thread().name, on_compile)
+        return self._watched == (threading.current_thread(), on_compile)

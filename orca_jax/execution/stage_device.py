@@ -66,7 +66,6 @@ class _Adaptable(NamedTuple):
     held: dict[int, list[jax.Array]]
 
 
-_THREAD = "stage device"
 _MAX_JOBS = 4096
 _ENCODED = 1 << 32  # added to a stage's number in the link's key of the encoder's output
 _CLOSE_SECONDS = 2.0
@@ -116,7 +115,7 @@ class JaxStageDevice:
         self._shape: EngineShape | None = None  # the sizes that the programs are made for, or will be
         self._words = MaskInbox()
         self._jobs = FrameQueue[Callable[[], None]](_MAX_JOBS)
-        self._thread = threading.Thread(target=self._work, name=_THREAD, daemon=True)
+        self._thread = threading.Thread(target=self._work, name="stage device", daemon=True)
         self._compiles = CompileCounter()
         self._lock = threading.Lock()  # for the next
         self._adaptable: _Adaptable | None = None  # while an epoch runs
@@ -285,7 +284,7 @@ class JaxStageDevice:
         )
         self._sizes = batch_sizes(shape, worker.attention.kind)
         compile_all([*worker.programs(self._sizes)])
-        self._compiles.watch(_THREAD, model.on_compile)
+        self._compiles.watch(self._thread, model.on_compile)
         return worker
 
     def _run(self, epoch: int, iteration: int, message: ControlMessage) -> None:

@@ -126,7 +126,7 @@ class Orca(Service):
             kv.disk.files.wake = self.pool.wake
         if kv.arriving is not None:
             kv.arriving.wake = self.pool.wake
-        self._thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=SCHEDULER_THREAD, daemon=True)
         self._stopping = False
         self._continued = False  # whether a request has continued another one's output
         self._ended = False  # the thread ended normally; set on that thread alone
@@ -142,7 +142,7 @@ class Orca(Service):
 
         A scheduler's thread that ended in any other way is a failure too: nothing else would report it.
         """
-        if self._failure is None and self._started and not self._thread.is_alive() and not self._ended:
+        if self._failure is None and self._started and not self.thread.is_alive() and not self._ended:
             return EngineError("the scheduler's thread ended unexpectedly")
         return self._failure
 
@@ -178,7 +178,7 @@ class Orca(Service):
         """Start the scheduler's thread. A second call does nothing."""
         with self._lock:
             if not self._started:
-                self._thread.start()
+                self.thread.start()
                 self._started = True
 
     def close(self, timeout: float = 30.0) -> None:
@@ -190,9 +190,9 @@ class Orca(Service):
         self.pool.close()
         self._stopping = True  # after closing the pool, so that the thread stops only after the last arrival
         try:
-            if self._started and threading.current_thread() is not self._thread:
-                self._thread.join(timeout)
-                if self._thread.is_alive():
+            if self._started and threading.current_thread() is not self.thread:
+                self.thread.join(timeout)
+                if self.thread.is_alive():
                     self._failure = EngineError(f"the scheduler did not stop within {timeout:g} seconds")
                     raise self._failure
         finally:
@@ -353,7 +353,7 @@ class Orca(Service):
 
     def _stopped(self) -> EngineError | None:
         """Why live requests will get no more output; None while the service runs."""
-        if self._thread.is_alive() and self._failure is None:
+        if self.thread.is_alive() and self._failure is None:
             return None
         return self.failure or EngineError("the service was closed")
 

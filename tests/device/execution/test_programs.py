@@ -123,10 +123,10 @@ def test_a_compile_after_ready_logs_one_warning_if_on_the_watched_thread(
 ) -> None:
     x = array(3)
     jax.jit(lambda x: x + 51)(x)
-    counter.watch("another thread", "warn")
+    counter.watch(threading.Thread(name=threading.current_thread().name), "warn")
     jax.jit(lambda x: x + 52)(x)
     assert not records_of(caplog, "orca_jax.compile")
-    counter.watch(threading.current_thread().name, "warn")
+    counter.watch(threading.current_thread(), "warn")
 
     def late(x: jax.Array) -> jax.Array:
         return x + 53
@@ -145,7 +145,7 @@ def test_with_error_a_compile_is_refused_before_it_begins(counter: CompileCounte
     known = jax.jit(lambda x: x + 61)
     known(x)
     before = counter.counts()
-    counter.watch(threading.current_thread().name, "error")
+    counter.watch(threading.current_thread(), "error")
     with pytest.raises(NotCompiledAhead, match="would have to be compiled after the engine was ready"):
         jax.jit(lambda x: x + 62)(x)
     assert counter.counts() == before

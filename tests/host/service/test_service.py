@@ -476,9 +476,9 @@ def test_a_panic_on_the_scheduler_s_thread_ends_every_request(engine: GatedEngin
 
 def test_a_thread_that_ended_without_a_word_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     service = orca(simulated())
-    monkeypatch.setattr(service._thread, "run", lambda: None)
+    monkeypatch.setattr(service.thread, "run", lambda: None)
     service.start()
-    service._thread.join(SOON)
+    service.thread.join(SOON)
     assert str(service.failure) == "the scheduler's thread ended unexpectedly"
     with pytest.raises(EngineError, match="the scheduler's thread ended unexpectedly"):
         service.submit([1], SamplingParams()).result(SOON)
