@@ -47,7 +47,7 @@ from bench.peers.engine_process import PLAY_SECONDS, EngineEnded, EngineProcess
 from bench.peers.http_engine import AddressFailed, HttpEngine
 from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.orca_server import OrcaServer
-from bench.peers.preload import preloaded
+from bench.peers.preload import vllm_variables
 from bench.peers.rounds import OURS, Engine, play_in_turn, raw, summary, table, warnings
 from bench.policies.cases import short_conversations
 from bench.policies.traces import as_requests
@@ -153,18 +153,11 @@ def variables(name: str, python: str, cores: int) -> dict[str, str]:
     """A peer's environment variables, unless they are already set, and its preloaded libraries."""
     if name != "vllm":
         return {}
-    preload, missing = preloaded(python)
+    found, missing = vllm_variables(python, cores)
     for library in missing:
         # Among the results, so that no figure is kept without it.
         print(f"! vLLM runs without {library}, which its documentation advises on a CPU")
-    wanted = {
-        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    wanted |= {key: os.environ[key] for key in wanted if key in os.environ}
-    return wanted | ({"LD_PRELOAD": preload} if preload else {})
+    return found
 
 
 def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:

@@ -5,19 +5,25 @@
 
 The first measures this engine and keeps the prompts and outputs in FILE, the second prints vLLM's output
 tokens per second as lines of JSON, each with the fraction of outputs that equal those in FILE. Other flags
-must be the same. vLLM looks for three tokens, as `ngram` does. Each engine has a process of its own.
+must be the same. vLLM looks for three tokens, as `ngram` does. Each engine has a process of its own, with
+the variables and preloaded libraries of `bench.compare`. vLLM needs the model as safetensors, with the name
+of its architecture in config.json.
 """
 
 # pyright: reportMissingImports=false
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
+import sys
 import time
 from itertools import cycle, islice
 from pathlib import Path
 
 import vllm
+
+from bench.peers.preload import vllm_variables
 
 _SECONDS = 1800.0  # for one engine's start and all its runs
 
@@ -67,6 +73,10 @@ def measure(name: str, flags: argparse.Namespace) -> None:
             "equal_outputs": round(n_equal / len(asked), 2),
         }
         print(json.dumps(case), flush=True)
+    # vLLM's own end may wait for its processes without limit; they exit by themselves when this one is gone.
+    for process in multiprocessing.active_children():
+        process.kill()
+    os._exit(0)
 
 
 def main() -> None:
@@ -81,6 +91,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--end", type=int, default=2, help="the token that ends an output")
     flags = parser.parse_args()
+    found, missing = vllm_variables(sys.executable, len(os.sched_getaffinity(0)))
+    for library in missing:
+        print(f"! vLLM runs without {library}, which its documentation advises on a CPU")
+    os.environ.update(found)  # for the engines' processes, which alone compute
     for name in flags.drafters:
         child = multiprocessing.get_context("spawn").Process(target=measure, args=(name, flags))
         child.start()

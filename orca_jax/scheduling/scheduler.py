@@ -10,6 +10,7 @@ as many iterations.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 from typing import Literal
 
 from orca_jax.config import ServingConfig
@@ -267,7 +268,7 @@ class Scheduler:
                     deliveries.append((req, token_id, reason))
                 else:
                     token_ids, reason = several
-                    deliveries += [(req, each, None) for each in token_ids]
+                    deliveries += zip(repeat(req), token_ids, repeat(None))
                 # Without overlap `_issue` has published the blocks of tokens that are not drafts.
                 if (overlaps or several) and req.n_computed >= req.full_at:
                     publish_full_blocks((req,), self.kv)
@@ -322,14 +323,17 @@ class Scheduler:
 def _accepted(iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
     """Let the requests that go on take their answers, by place in the batch."""
     rows, partial = iteration.rows, iteration.partial
-    places, requests, given = list[int](), list[Request](), list[RowAnswer]()
-    for i, answer in answers.items():
-        req, _ = rows[i]
-        if req.ending is None and req.state is not FINISHED and not (partial and i in partial):
-            places.append(i)
-            requests.append(req)
-            given.append(answer)
+    requests = [rows[i][0] for i in answers]
+    ended = [req for req in requests if req.ending is not None or req.state is FINISHED]
+    if partial or ended:
+        answers = {
+            i: answer
+            for (i, answer), req in zip(answers.items(), requests, strict=True)
+            if req.ending is None and req.state is not FINISHED and i not in partial
+        }
+        requests = [rows[i][0] for i in answers]
+    given = list(answers.values())
     accepted = list[Accepted]()
     for cls, some in by_kind(requests):
         accepted += cls.accept_all(requests[some], given[some])
-    return dict(zip(places, accepted, strict=True))
+    return dict(zip(answers, accepted, strict=True))

@@ -153,7 +153,9 @@ class Drafted(RowKind):
     def known_ids(cls, rows: Sequence[Row]) -> list[Sequence[int]]:
         known = list[Sequence[int]]()
         for (req, n_tokens), kind in zip(rows, _kinds([req for req, _ in rows]), strict=True):
-            before, kind.sent = kind.sent, ()
+            before = kind.sent
+            if before:
+                kind.sent = ()
             # Request.in_initiation, inlined for speed.
             if req.state is not _INCREMENT and req.n_in_flight == req.n_partial:
                 known.append(())
@@ -162,18 +164,18 @@ class Drafted(RowKind):
                 kind.sent = sent = drafts if len(drafts) < n_tokens else drafts[: n_tokens - 1]
                 known.append([req.output_ids[-1], *sent])
             else:
-                kind._decline(req)
+                if not req.n_in_flight and (kind._drafts or kind.speculation.shared is not None):
+                    kind._decline(req)
                 # If its last iteration sampled one token, the device has it.
                 known.append([req.output_ids[-1]] if before else ())
         return known
 
     def _decline(self, req: Request) -> None:
         """Note that the batch has no use for drafts of this request, if it could have some."""
-        if not req.n_in_flight:
-            if self._drafts:
-                self._declined_until = self._n_output + _AWAITED
-            elif self.n_wanted(req):  # the shared drafter was not asked
-                self._declined_until = len(req.output_ids) + _AWAITED
+        if self._drafts:
+            self._declined_until = self._n_output + _AWAITED
+        elif self.n_wanted(req):  # the shared drafter was not asked
+            self._declined_until = len(req.output_ids) + _AWAITED
 
     def rows(self, req: Request, n_tokens: int, places: Sequence[int]) -> list[InputRow]:
         (ids,) = self.known_ids([(req, n_tokens)])
@@ -210,28 +212,22 @@ class Drafted(RowKind):
             n_kept = len(kept[0])
             n_accepted += n_right if n_right < n_kept else n_kept
             n_all_right += n_right
-            n_compared += kind._learn(n_next, n_sent, n_right)
+            # What became of the drafts, for the chances of the next ones.
+            n_new = n_right + (n_right < n_sent)
+            n_compared += n_new
+            remembered = _REMEMBERED ** (n_next - kind._n_next)
+            kind._n_next = n_next
+            kind._n_right = remembered * kind._n_right + n_right
+            kind._n_compared = remembered * kind._n_compared + n_new
+            if n_right:
+                kind._n_in_vain = 0
+            elif kind._n_in_vain < len(_PAUSES) - 1:
+                kind._n_in_vain += 1
         speculation.count(n_drafted, n_accepted, n_all_right, n_compared)
         return accepted
 
     def accept(self, req: Request, answer: RowAnswer) -> Accepted:
         return self.accept_all([req], [answer])[0]
-
-    def _learn(self, n_next: int, n_sent: int, n_right: int) -> int:
-        """Note how many drafts were right, with which the output has `n_next` tokens.
-
-        Returns the number of drafts that were compared.
-        """
-        remembered = _REMEMBERED ** (n_next - self._n_next)
-        self._n_next = n_next
-        if n_right:
-            self._n_in_vain = 0
-        elif self._n_in_vain < len(_PAUSES) - 1:
-            self._n_in_vain += 1
-        n_compared = n_right + (n_right < n_sent)
-        self._n_right = remembered * self._n_right + n_right
-        self._n_compared = remembered * self._n_compared + n_compared
-        return n_compared
 
     def _newest_drafts(self, req: Request) -> Sequence[int]:
         """The drafts after the output so far, cut where a constraint forbids one."""

@@ -101,13 +101,13 @@ class MessageBuilder:
         requests = [request for request, _ in rows]
         places = [request.row for request in requests if request.kind is PLAIN]
         if len(places) == len(rows):
-            start = packed([request.n_computed for request in requests], np.int32)
-            lengths = packed([n_tokens for _, n_tokens in rows], np.int32)
-            return SentRows(requests, start, lengths, packed(places, np.intp))
+            return _of_plain(rows, requests, places)
         groups = by_kind(requests)
         if all(cls.knows_ids or cls is RowKind for cls, _ in groups):
             known = [ids for cls, some in groups for ids in cls.known_ids(rows[some])]
-            return _of_increments(rows, requests, known)
+            if any(known):
+                return _of_increments(rows, requests, known)
+            return _of_plain(rows, requests, [request.row for request in requests])  # in a third of the time
         return self._of_all_kinds(rows)
 
     def _of_all_kinds(self, rows: Sequence[Row]) -> SentRows:
@@ -266,6 +266,16 @@ class MessageBuilder:
             return tables.block_table[row, : -(-int(kv_length.max()) // tables.block_size)], None
         table = tables.block_table.take(row, axis=0)
         return encoder_inputs(requests, table, tables.encoder_blocks[row], tables.max_encoder_blocks)
+
+
+def _of_plain(rows: Sequence[Row], requests: Sequence[Request], places: Sequence[int]) -> SentRows:
+    """The rows of a batch in which each request has one plain row, at these rows of the block table."""
+    return SentRows(
+        requests,
+        packed([request.n_computed for request in requests], np.int32),
+        packed([n_tokens for _, n_tokens in rows], np.int32),
+        packed(places, np.intp),
+    )
 
 
 def _of_increments(

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from orca_jax import LLM, SamplingParams
 from orca_jax.engine.draft_engine import DraftEngine
@@ -162,3 +164,69 @@ def assert_same_results(directory: Path, speculative: str, **options: Any) -> No
     for theirs, ours in zip(plain, with_drafts, strict=True):
         assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)
+
+
+# Drawn parameters of requests that run together.
+SAMPLINGS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(3, 24),
+    temperature=st.sampled_from([0.0, 0.0, 0.8]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    seed=st.integers(0, 5),
+    n=st.integers(1, 2),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    frequency_penalty=st.sampled_from([0.0, 0.5]),
+    logit_bias=st.dictionaries(st.integers(0, 60), st.sampled_from([-5.0, 5.0]), max_size=2),
+    logprobs=st.none() | st.integers(0, 2),
+    stop_token_ids=st.lists(st.integers(0, 60), max_size=2).map(tuple),
+    min_tokens=st.integers(0, 3),
+)
+TAILS = st.lists(st.integers(0, 60), min_size=1, max_size=6)
+DRAWN = st.lists(
+    st.tuples(st.builds(lambda stem, tail: [*stem, *tail], st.sampled_from([[], PREFIX]), TAILS), SAMPLINGS),
+    min_size=1,
+    max_size=5,
+)
+# Options of the engines, by the policy that they choose.
+POLICIES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "whole-prompts": {"chunked_prefill": False, "max_batch_tokens": 64},
+    "full-reservation": {"reservation": "full"},
+    "priority": {"scheduling_policy": "priority", "n_slots": 160},
+    "fair": {"scheduling_policy": "fair"},
+    "longest-prefix": {"scheduling_policy": "longest-prefix"},
+    "no-overlap": {"overlap": False},
+    "not-shared": {"prefix_caching": False},
+}
+
+
+def assert_drawn_results_are_the_same(
+    directory: Path, speculative: str, policy: str, *, n_examples: int = 12
+) -> None:
+    """Compare drawn requests with the head and without it."""
+    options = SIZES | POLICIES[policy]
+    with (
+        LLM(directory, seed=0, **options) as plain,
+        LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **options) as drafting,
+    ):
+
+        @settings(
+            max_examples=n_examples,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        @example(asked=[(prompt, SamplingParams(max_tokens=24, temperature=0)) for prompt in PROMPTS])
+        @given(asked=DRAWN)
+        def results_are_equal(asked: list[tuple[list[int], SamplingParams]]) -> None:
+            prompts, params = [prompt for prompt, _ in asked], [one for _, one in asked]
+            expected, found = plain.generate(prompts, params), drafting.generate(prompts, params)
+            for theirs, ours in zip(expected, found, strict=True):
+                assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+                assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)
+
+        results_are_equal()
+        made = drafting.service.speculation
+        assert made is not None
+        assert made.n_drafted > made.n_accepted > 20, (made.n_drafted, made.n_accepted)

@@ -17,8 +17,10 @@ from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.next_token import next_token_head
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
+    POLICIES,
     PREFIX,
     SIZES,
+    assert_drawn_results_are_the_same,
     assert_same_results,
     dense,
     free_drafts,
@@ -100,6 +102,13 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]
     """With room for all requests, with too little of it for those that are admitted, and without sharing."""
     directory = written(tmp_path, DEEPSEEK, knowing(with_next_layer(DEEPSEEK)))
     assert_same_results(directory, "mtp", **options)
+
+
+@pytest.mark.matrix(but=["default"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path, policy: str) -> None:
+    directory = written(tmp_path, DEEPSEEK, knowing(with_next_layer(DEEPSEEK)))
+    assert_drawn_results_are_the_same(directory, "mtp", policy)
 
 
 def knowing(tensors: Tensors, others: float = 0.01) -> Tensors:

@@ -19,8 +19,10 @@ from orca_jax.model import reference
 from orca_jax.model_files.draft_model import eagle3_reader
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
+    POLICIES,
     PREFIX,
     SIZES,
+    assert_drawn_results_are_the_same,
     assert_same_results,
     dense,
     free_drafts,
@@ -386,6 +388,14 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]
     directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
     head = knowing_head().written(tmp_path / "head")
     assert_same_results(directory, f"eagle3:{head}", **options)
+
+
+@pytest.mark.matrix(but=["default"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path, policy: str) -> None:
+    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
+    head = knowing_head().written(tmp_path / "head")
+    assert_drawn_results_are_the_same(directory, f"eagle3:{head}", policy)
 
 
 def test_a_head_that_knows_is_always_right(tmp_path: Path) -> None:

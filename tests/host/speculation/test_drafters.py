@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from orca_jax.config import SchedulingConfig, Sizes
@@ -12,8 +13,9 @@ from orca_jax.errors import ConfigError
 from orca_jax.families.presets import PRESETS
 from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.iteration.rows.drafted import Drafted
+from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder
 from orca_jax.planning.sizes import serving_config
-from orca_jax.request.request import PLAIN, Request
+from orca_jax.request.request import PLAIN, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import RuleMaker
@@ -40,6 +42,41 @@ def test_which_requests_are_drafted(asked: dict[str, Any], is_drafted: bool) -> 
     rules = RuleMaker(MODEL, LETTERS, speculation=SPECULATION).rules(SamplingParams(**asked))
     assert isinstance(rules.kind(), Drafted) is is_drafted
     assert not isinstance(rules.kind((1, 2, 3)), Drafted), "a scored output"
+
+
+def test_rows_without_drafts_are_plain() -> None:
+    """A full batch, which has no room for drafts, is sent like one of requests that are never drafted."""
+    tables = BlockTables(
+        block_size=4,
+        block_table=np.zeros((2, 8), np.int32),
+        n_reserved=np.zeros(2, np.int64),
+        encoder_blocks=np.zeros(2, np.int32),
+        max_encoder_blocks=0,
+        rows_of=lambda row: (row,),
+    )
+    builder = MessageBuilder(tables, keeps_tokens=True)
+    each = [
+        Request(
+            str(i),
+            (1, 2, 1, 2, 1),
+            20,
+            SamplingParams(max_tokens=15),
+            seed=0,
+            kind=kind,
+            state=RequestState.INCREMENT,
+            row=i % 2,
+            output_ids=[2],
+            n_computed=5,
+        )
+        for i, kind in enumerate([Drafted(SPECULATION), Drafted(SPECULATION), PLAIN, PLAIN])
+    ]
+    drafted, plain = (builder.rows([(req, 1) for req in some]) for some in (each[:2], each[2:]))
+    assert (drafted.first, drafted.known, drafted.places) == (plain.first, plain.known, plain.places)
+    for name in ("start", "input_length", "row"):
+        assert getattr(drafted, name).tolist() == getattr(plain, name).tolist()
+    assert Drafted.most_tokens(each[:2]) == [5, 5]
+    with_drafts = builder.rows([(each[0], 3), (each[1], 1)])
+    assert with_drafts.first == [0, 3, 4] and with_drafts.start.tolist() == [5, 6, 7, 5]
 
 
 class Repeat:
