@@ -18,7 +18,7 @@ from orca_jax import LLM
 from server.apart.proxy import Proxy, ProxyOptions
 from tests.device.model.golden import load_golden
 from tests.endpoint.commands.test_route import running
-from tests.endpoint.harness import serving_model
+from tests.endpoint.harness import serving_model, until
 
 GOLDEN = load_golden("llama-grouped")
 ROWS = [row for row, prompt in enumerate(GOLDEN.prompts) if 40 < len(prompt) < 80]
@@ -111,16 +111,20 @@ def test_each_of_several_outputs_samples_its_own_first_token(servers: tuple[str,
     assert outputs(kv_transfer_params=params) == expected
 
 
-N_KILLS = 8
+N_PARTS, N_KILLS = 5, 8  # 40 kills, in parts that long runs share
 _GONE = ("no server that generates", "the model is still loading")  # of the proxy, and of a server
 
 
 @pytest.mark.long
-def test_either_process_may_be_killed() -> None:
-    """Clients send again what a killed server of the role decode was generating; all else is answered."""
+@pytest.mark.parametrize("part", range(N_PARTS))
+def test_either_process_may_be_killed(part: int) -> None:
+    """Clients send again what a killed server of the role decode was generating; all else is answered.
+
+    Afterwards the servers that live transfer prompts, and hold no lease and no place for a transfer.
+    """
     flags = [str(GOLDEN.directory), "--kv-host-bytes", "1000000", "--max-batch-size", "4", "--n-slots", "512"]
-    flags += ["--max-batch-tokens", "64", "--kv-transfer-seconds", "1"]
-    rng = random.Random(0)
+    flags += ["--max-batch-tokens", "64", "--kv-transfer-seconds", "1", "--kv-lease-seconds", "5"]
+    rng = random.Random(part)
     done, failures, counts = threading.Event(), list[BaseException](), {"answered": 0, "sent again": 0}
     ports = [_free_port(), _free_port()]
 
@@ -161,7 +165,7 @@ def test_either_process_may_be_killed() -> None:
                 before = counts["answered"]
                 while counts["answered"] < before + rng.randint(4, 12) and not failures:
                     time.sleep(rng.random() / 20)
-                role = ("prefill", "decode")[i % 2]
+                role = ("prefill", "decode")[(part + i) % 2]
                 servers[role].signal(signal.SIGKILL)
                 servers[role].kill()
                 servers[role] = start(role)
@@ -170,11 +174,23 @@ def test_either_process_may_be_killed() -> None:
             for thread in clients:
                 thread.join(60)
             assert not failures and counts["answered"] > 4 * N_KILLS
-            checked(proxy, ROWS[0], cache_salt="last")
+            salts = itertools.count()
+            until(lambda: checked(proxy, ROWS[0], cache_salt=f"last {next(salts)}") > 0, "a transfer", 60)
+            for url in (*options.prefill, *options.decode):
+                until(lambda url=url: not _held(url), "the end of leases and transfers", 60)
     finally:
         done.set()
         for one in servers.values():
             one.kill()
+
+
+def _held(url: str) -> float:
+    """The bytes of leases, and the requests whose prompts are on their way."""
+    lines = requests.get(f"{url}/metrics", timeout=30).text.splitlines()
+    names = ("orca_kv_lease_bytes", "orca_kv_transfers_under_way")
+    found = [float(line.split()[-1]) for line in lines if line.startswith(names)]
+    assert len(found) == len(names)
+    return sum(found)
 
 
 def _free_port() -> int:
