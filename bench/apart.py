@@ -5,20 +5,24 @@
 Three server processes: one with both roles on cores 0 and 1, and one of each role, on core 0 and on core 1.
 Only one case has load at a time. In each case some streams decode while long prompts arrive one at a time,
 each `pause` seconds after the last one's answer. Reported are the gaps between tokens of the streams. Then
-prompts of 500 tokens come alone: the time to the first token of both steps, over that of the first step
-alone, and the gap to the second token, which waits for the transfer. The last line is JSON.
+prompts of 500 tokens come alone: the time to the first token of both steps, over that of the first server
+alone, and the gap to the second token, which waits for the transfer. The same once more through `orca route`,
+and with log-probabilities, with which the first token waits for the transfer too. The last line is JSON.
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,10 +48,10 @@ class Load:
     def prompt(self, n: int) -> list[int]:
         return [self._rng.randrange(CONFIG["vocab_size"]) for _ in range(n)]
 
-    def complete(self, urls: Sequence[str], prompt: list[int], n_output: int) -> list[float]:
+    def complete(self, urls: Sequence[str], prompt: list[int], n_output: int, **more: Any) -> list[float]:
         """The times of a stream's tokens. With two servers, the first computes the prompt."""
         body: dict[str, Any] = {"prompt": prompt, "max_tokens": n_output, "temperature": 0}
-        body |= {"ignore_eos": True, "stream": True}
+        body |= {"ignore_eos": True, "stream": True, **more}
         if len(urls) == 2:
             body |= {"kv_transfer_params": self.first(urls[0], prompt)}
         times: list[float] = []
@@ -87,6 +91,61 @@ class Load:
         return gaps
 
 
+@contextmanager
+def route(prefill: str, decode: str) -> Iterator[str]:
+    """Run `orca route` before two servers; its address."""
+    command = [sys.executable, "-m", "server.cli", "route", "--prefill", prefill, "--decode", decode]
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen([*command, "--host", "127.0.0.1", "--port", "0"], stderr=said) as process,
+    ):
+        try:
+            ends = time.monotonic() + _SECONDS
+            while not (found := re.search(rb"^(http://\S+) routes to", os.pread(said.fileno(), 4096, 0))):
+                if process.poll() is not None or time.monotonic() > ends:
+                    raise RuntimeError("orca route did not start")
+                time.sleep(0.05)
+            url = found[1].decode()
+            while not _answers(url):
+                if time.monotonic() > ends:
+                    raise RuntimeError("orca route does not answer")
+                time.sleep(0.05)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=_SECONDS).status_code == 200
+    except requests.ConnectionError:
+        return False
+
+
+def alone(load: Load, servers: Sequence[str]) -> dict[str, float]:
+    """Medians in ms of prompts of 500 tokens that come alone, each case in turn."""
+    found: dict[str, list[float]] = {}
+
+    def note(case: str, began: float, times: Sequence[float]) -> None:
+        found.setdefault(case, []).append(times[0] - began)
+        if len(times) > 1:
+            found.setdefault(f"second_{case}", []).append(times[1] - times[0])
+
+    with route(*servers) as routed:
+        for run in range(_RUNS + 1):
+            if run == 1:
+                found.clear()  # the first one warms up
+            for case, urls, more in (
+                ("one_server", servers[:1], {}),
+                ("two_servers", servers, {}),
+                ("routed", [routed], {}),
+                ("with_logprobs", servers, {"logprobs": 1}),
+            ):
+                began = time.perf_counter()
+                note(case, began, load.complete(urls, load.prompt(_FEW), 2, **more))
+    return {case: round(1e3 * statistics.median(each), 1) for case, each in found.items()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="prefill and decode apart")
@@ -123,23 +182,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "most_ms": round(gaps[-1], 1),
             }
             print(name, cases[name], flush=True)
-        alone, both, second = list[float](), list[float](), list[float]()
-        for _ in range(_RUNS):
-            began = time.perf_counter()
-            load.first(separate[0], load.prompt(_FEW))
-            alone.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            times = load.complete(separate, load.prompt(_FEW), 2)
-            both.append(times[0] - began)
-            second.append(times[1] - times[0])
+        few = alone(load, separate)
     figures = {
         "benchmark": "apart",
         **cases,
         "p99_ratio": round(cases["apart"]["p99_ms"] / cases["together"]["p99_ms"], 3),
-        "first_token_ms": round(1e3 * statistics.median(alone), 1),
-        "first_token_after_transfer_ms": round(1e3 * statistics.median(both), 1),
-        "second_token_after_ms": round(1e3 * statistics.median(second), 1),
-        "transfer_adds": round(statistics.median(both) / statistics.median(alone) - 1, 3),
+        "first_token_ms": few,
+        "transfer_adds": {
+            case: round(few[case] / few["one_server"] - 1, 3)
+            for case in ("two_servers", "routed", "with_logprobs")
+        },
     }
     print(json.dumps(figures))
     return 0

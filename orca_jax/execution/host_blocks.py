@@ -19,6 +19,7 @@ import numpy.typing as npt
 from jax.sharding import PartitionSpec
 
 from orca_jax.errors import ConfigError
+from orca_jax.execution.prefault import Prefault
 from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.sharding.device_group import DeviceGroup
@@ -44,7 +45,7 @@ class _Leaving(NamedTuple):
 class HostBlocks:
     """Room for `n_places` blocks of a stage's `caches` in the host's memory.
 
-    `caches` may be jax.ShapeDtypeStructs. The memory is taken as places are first written.
+    `caches` may be jax.ShapeDtypeStructs. The memory is taken shortly before places are first written.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class HostBlocks:
         )
         self._scatter = Program(scatter, key=_n_ids)
         self._memory: list[npt.NDArray[Any]] = []  # [n_places, arrays of the kind, K, B, D] of each kind
+        self._prefault: Prefault | None = None
         self._leaving: deque[_Leaving] = deque()
         self._n_begun = 0
         self._entering: deque[jax.Array] = deque()
@@ -81,9 +83,13 @@ class HostBlocks:
                 f"kv_host_bytes asks for {self._n_places * self.block_bytes} bytes for the keys and values "
                 "of a stage's layers, and the system does not give them; lower it"
             ) from error
+        self._prefault = Prefault(self._memory)
 
     def release(self) -> None:
         """Give the memory back; what it has is lost."""
+        if self._prefault is not None:
+            self._prefault.close()
+            self._prefault = None
         self._memory = []
         self._leaving.clear()
         self._entering.clear()
@@ -95,6 +101,7 @@ class HostBlocks:
             for array in packed:
                 array.copy_to_host_async()
             self._leaving.append(_Leaving(self._n_begun, chunk[:, 1], packed))
+            self._reach(int(chunk[:, 1].max()))
             self._settle(_IN_FLIGHT)
 
     def copy_in(self, caches: Sequence[LayerCache], copies: npt.NDArray[np.int32]) -> list[LayerCache]:
@@ -147,6 +154,7 @@ class HostBlocks:
         """The memory of a block in the host's memory, for each kind."""
         if not self._memory:
             raise ValueError("the memory is released")
+        self._reach(place)
         return [_view(memory[place]) for memory in self._memory]
 
     def begin(self) -> None:
@@ -168,6 +176,7 @@ class HostBlocks:
         """Write a block of `block_bytes` bytes to the host's memory."""
         if not self._memory:
             raise ValueError("the memory is released")
+        self._reach(place)
         for memory in self._memory:
             n = memory[place].nbytes
             memory[place] = np.frombuffer(data[:n], memory.dtype).reshape(memory.shape[1:])
@@ -195,6 +204,10 @@ class HostBlocks:
             yield ToCompile(
                 f"copies of {n} blocks from the host", partial(self._scatter.compile, leaves, ids, packed)
             )
+
+    def _reach(self, place: int) -> None:
+        if self._prefault is not None:
+            self._prefault.reach(place)
 
     def _settle(self, n: int) -> None:
         """Wait until at most `n` calls' blocks are on their way out."""

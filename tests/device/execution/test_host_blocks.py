@@ -9,6 +9,7 @@ import pytest
 
 from orca_jax.errors import ConfigError
 from orca_jax.execution.host_blocks import HostBlocks
+from orca_jax.execution.prefault import Prefault
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -94,3 +95,17 @@ def test_memory_that_the_system_does_not_give_is_an_error_by_name(monkeypatch: p
     monkeypatch.setattr(np, "empty", refused)
     with pytest.raises(ConfigError, match=r"kv_host_bytes asks for 38400 bytes .* lower it"):
         host.renew()
+
+
+def test_the_memory_of_places_is_taken_before_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = list[int]()
+    monkeypatch.setattr(Prefault, "reach", lambda _, index: reached.append(index))
+    group = DeviceGroup((jax.devices()[0],))
+    caches = made("float32", 0, group)
+    host = HostBlocks(N_PLACES, N_BLOCKS, caches, group)
+    host.renew()
+    host.views(5)
+    host.put(7, memoryview(bytes(host.block_bytes)))
+    host.copy_out(caches, pairs([1, 2, 3], [4, 30, 9]))
+    assert reached == [0, 5, 7, 30]
+    host.release()
