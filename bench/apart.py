@@ -16,8 +16,6 @@ import os
 import random
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 from bench.host_tier import CONFIG
-from bench.server.server_process import ServerProcess
+from bench.server.server_process import OrcaProcess, ServerProcess
 
 _SECONDS = 120.0
+_ROUTES = re.compile(r"^(http://\S+) routes to", re.MULTILINE)
 _FIRST = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1, "stream": False}
 _FEW = 500  # tokens of the prompts that come alone
 _RUNS = 7
@@ -94,32 +95,14 @@ class Load:
 @contextmanager
 def route(prefill: str, decode: str) -> Iterator[str]:
     """Run `orca route` before two servers; its address."""
-    command = [sys.executable, "-m", "server.cli", "route", "--prefill", prefill, "--decode", decode]
-    with (
-        tempfile.TemporaryFile() as said,
-        subprocess.Popen([*command, "--host", "127.0.0.1", "--port", "0"], stderr=said) as process,
-    ):
-        try:
-            ends = time.monotonic() + _SECONDS
-            while not (found := re.search(rb"^(http://\S+) routes to", os.pread(said.fileno(), 4096, 0))):
-                if process.poll() is not None or time.monotonic() > ends:
-                    raise RuntimeError("orca route did not start")
-                time.sleep(0.05)
-            url = found[1].decode()
-            while not _answers(url):
-                if time.monotonic() > ends:
-                    raise RuntimeError("orca route does not answer")
-                time.sleep(0.05)
-            yield url
-        finally:
-            process.terminate()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return requests.get(f"{url}/health", timeout=_SECONDS).status_code == 200
-    except requests.ConnectionError:
-        return False
+    words = ["route", "--prefill", prefill, "--decode", decode, "--host", "127.0.0.1", "--port", "0"]
+    with OrcaProcess(words) as process, requests.Session() as session:
+        url = process.wait_for(_ROUTES, _SECONDS)[1]
+        # The address is said before it listens.
+        retries = Retry(connect=10, backoff_factor=0.05, backoff_max=5)
+        session.mount("http://", HTTPAdapter(max_retries=retries))
+        session.get(f"{url}/health", timeout=_SECONDS).raise_for_status()
+        yield url
 
 
 def alone(load: Load, servers: Sequence[str]) -> dict[str, float]:

@@ -151,13 +151,7 @@ def _json_or_text(text: str) -> Any:
 
 def variables(name: str, python: str, cores: int) -> dict[str, str]:
     """A peer's environment variables, unless they are already set, and its preloaded libraries."""
-    if name != "vllm":
-        return {}
-    found, missing = vllm_variables(python, cores)
-    for library in missing:
-        # Among the results, so that no figure is kept without it.
-        print(f"! vLLM runs without {library}, which its documentation advises on a CPU")
-    return found
+    return vllm_variables(python, cores) if name == "vllm" else {}
 
 
 def traces_of(flags: argparse.Namespace, vocab_size: int) -> dict[str, Trace]:

@@ -37,9 +37,12 @@ def preloaded(python: str, system: Sequence[str] = _SYSTEM) -> tuple[str, tuple[
     return ":".join([*paths, *([before] if before else [])]), tuple(missing)
 
 
-def vllm_variables(python: str, cores: int) -> tuple[dict[str, str], tuple[str, ...]]:
-    """vLLM's environment variables unless they are already set, and the names of the missing libraries."""
+def vllm_variables(python: str, cores: int) -> dict[str, str]:
+    """vLLM's environment variables unless they are already set; prints which libraries are missing."""
     preload, missing = preloaded(python)
+    for library in missing:
+        # Among the results, so that no figure is kept without it.
+        print(f"! vLLM runs without {library}, which its documentation advises on a CPU")
     wanted = {
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
@@ -47,4 +50,4 @@ def vllm_variables(python: str, cores: int) -> tuple[dict[str, str], tuple[str, 
         "VLLM_NO_USAGE_STATS": "1",
     }
     wanted |= {key: os.environ[key] for key in wanted if key in os.environ}
-    return wanted | ({"LD_PRELOAD": preload} if preload else {}), missing
+    return wanted | ({"LD_PRELOAD": preload} if preload else {})

@@ -1,4 +1,4 @@
-"""Runs `orca serve` as a child process, and reads its memory and processor time from the system."""
+"""Runs `orca serve` or `orca route` as a child process, and reads its processor time from the system."""
 
 import os
 import re
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+_TREE = Path(__file__).parents[2]
 _TICKS = os.sysconf("SC_CLK_TCK")
 _LISTENING = re.compile(r"^loading; (\S+)/ready ", re.MULTILINE)
 _READY = re.compile(r"^ready; .*\ncurl .*\n", re.MULTILINE)
@@ -23,34 +24,28 @@ class ServerFailed(Exception):
     """The server failed to start or to end; the message has the end of its stderr."""
 
 
-class ServerProcess:
-    """A server on free ports, unless the `flags` of `orca serve` say others; a context manager that ends it.
+class OrcaProcess:
+    """A command of `orca` that serves until it is ended; a context manager that ends it.
 
-    It starts at once, and is ready after `wait_until_ready`, when `url` and `grpc_address` are known. Its
-    stderr goes to a file, so that it never waits for a reader. `variables` are added to its environment,
-    which has no other `ORCA_*`. Programs are compiled when they are first needed, or with `compile_ahead`
-    before it is ready. `python` is the interpreter that runs it, and `tree` the source tree that it runs.
+    It starts at once. Its stderr goes to a file, so that it never waits for a reader. `variables` are added
+    to its environment, which has no other `ORCA_*`. `python` is the interpreter that runs it, and `tree` the
+    source tree that it runs.
     """
 
     def __init__(
         self,
-        flags: Sequence[str] = (),
+        words: Sequence[str],
         *,
         variables: Mapping[str, str] | None = None,
-        compile_ahead: bool = False,
         python: str = sys.executable,
-        tree: Path = Path(__file__).parents[2],
+        tree: Path = _TREE,
     ) -> None:
-        self.url = ""
-        self.grpc_address = ""
         self._said = ""
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed on exit)
-        command = [python, "-m", "server.cli", "serve", "--port", "0", "--grpc-port", "0", *flags]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ORCA_")}
-        environment |= {"ORCA_COMPILE_AHEAD": str(compile_ahead).lower(), "ORCA_READY_EARLY": "false"}
         environment |= dict(variables or {})
         self._process = subprocess.Popen(
-            command,
+            [python, "-m", "server.cli", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._file,
@@ -63,30 +58,12 @@ class ServerProcess:
         """The process id."""
         return self._process.pid
 
-    @property
-    def http_address(self) -> tuple[str, int]:
-        """Host and port of HTTP."""
-        return host_and_port(self.url)
-
     def stderr(self) -> str:
         """The text of stderr so far."""
         if self._file.closed:
             return self._said
         size = os.fstat(self._file.fileno()).st_size
         return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
-
-    def wait_until_listening(self, seconds: float = 60.0) -> Self:
-        """Wait until `url` is known and answers, though no model may be there yet. Raises ServerFailed."""
-        self._wait_for(_LISTENING, seconds)
-        self.url = _found(_LISTENING, self.stderr())
-        return self
-
-    def wait_until_ready(self, seconds: float = 120.0) -> Self:
-        """Wait until it accepts requests. Raises ServerFailed if it ends or takes longer."""
-        self._wait_for(_READY, seconds)
-        self.url = _found(_HTTP, self.stderr())
-        self.grpc_address = _found(_GRPC, self.stderr())
-        return self
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
@@ -127,9 +104,10 @@ class ServerProcess:
         finally:
             self.kill()
 
-    def _wait_for(self, sign: re.Pattern[str], seconds: float) -> None:
+    def wait_for(self, sign: re.Pattern[str], seconds: float) -> re.Match[str]:
+        """Wait for text on stderr. Raises ServerFailed if the process ends or takes longer."""
         deadline = time.monotonic() + seconds
-        while not sign.search(self.stderr()):
+        while (found := sign.search(self.stderr())) is None:
             if self._process.poll() is not None:
                 raise ServerFailed(
                     f"the server ended with {self._process.returncode}: {self.stderr()[-2000:]}"
@@ -137,6 +115,51 @@ class ServerProcess:
             if time.monotonic() > deadline:
                 raise ServerFailed(f"not up within {seconds:g} seconds: {self.stderr()[-2000:]}")
             time.sleep(0.05)
+        return found
+
+
+class ServerProcess(OrcaProcess):
+    """A server on free ports, unless the `flags` of `orca serve` say others.
+
+    It is ready after `wait_until_ready`, when `url` and `grpc_address` are known. Programs are compiled when
+    they are first needed, or with `compile_ahead` before it is ready.
+    """
+
+    def __init__(
+        self,
+        flags: Sequence[str] = (),
+        *,
+        variables: Mapping[str, str] | None = None,
+        compile_ahead: bool = False,
+        python: str = sys.executable,
+        tree: Path = _TREE,
+    ) -> None:
+        self.url = ""
+        self.grpc_address = ""
+        compiling = {"ORCA_COMPILE_AHEAD": str(compile_ahead).lower(), "ORCA_READY_EARLY": "false"}
+        super().__init__(
+            ["serve", "--port", "0", "--grpc-port", "0", *flags],
+            variables=compiling | dict(variables or {}),
+            python=python,
+            tree=tree,
+        )
+
+    @property
+    def http_address(self) -> tuple[str, int]:
+        """Host and port of HTTP."""
+        return host_and_port(self.url)
+
+    def wait_until_listening(self, seconds: float = 60.0) -> Self:
+        """Wait until `url` is known and answers, though no model may be there yet. Raises ServerFailed."""
+        self.url = self.wait_for(_LISTENING, seconds)[1]
+        return self
+
+    def wait_until_ready(self, seconds: float = 120.0) -> Self:
+        """Wait until it accepts requests. Raises ServerFailed if it ends or takes longer."""
+        self.wait_for(_READY, seconds)
+        self.url = _found(_HTTP, self.stderr())
+        self.grpc_address = _found(_GRPC, self.stderr())
+        return self
 
 
 def host_and_port(url: str) -> tuple[str, int]:

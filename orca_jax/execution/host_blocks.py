@@ -45,7 +45,7 @@ class _Leaving(NamedTuple):
 class HostBlocks:
     """Room for `n_places` blocks of a stage's `caches` in the host's memory.
 
-    `caches` may be jax.ShapeDtypeStructs. The memory is taken shortly before places are first written.
+    `caches` may be jax.ShapeDtypeStructs. Its pages are faulted in ahead of their first write.
     """
 
     def __init__(

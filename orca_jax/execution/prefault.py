@@ -1,12 +1,13 @@
-"""Prefaults memory: takes pages from the system a little before they are first written.
+"""Faults pages of host memory in ahead of their first write.
 
-The first write to a page is slow, because the system has to find and clear it: on a virtual machine the first
-4 MiB of blocks that came from another server took 18 ms, and 0.2 ms where their pages were there.
+That write is slow, because the system has to find and clear the page: on a virtual machine the first
+4 MiB of blocks that came from another server took 18 ms, and 0.2 ms if their pages were there.
 """
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy.typing as npt
@@ -21,8 +22,8 @@ _JOIN_SECONDS = 10.0
 class Prefault:
     """Keeps the pages of `lead_bytes` of arrays [n, ...] ready after the highest index that is written to.
 
-    A thread takes them, and ends when the lead is reached. Where the system has no such call, pages come with
-    their first write.
+    A thread faults them in, and ends when the lead is reached. Where the system has no such call, each page
+    comes with its first write.
     """
 
     def __init__(self, arrays: Sequence[npt.NDArray[Any]], lead_bytes: int = _LEAD_BYTES) -> None:
@@ -48,7 +49,7 @@ class Prefault:
                 self._thread.start()
 
     def close(self) -> None:
-        """Take no more pages. A second call does nothing."""
+        """Fault no more pages in. A second call does nothing."""
         with self._lock:
             self._closed, thread = True, self._thread
         if thread is not None:
@@ -68,13 +69,20 @@ class Prefault:
 
 
 def _populate(array: npt.NDArray[Any]) -> bool:
-    """Take the pages of a contiguous array; False if the system cannot."""
+    """Fault in the pages of a contiguous array; whether the system can."""
+    madvise = _madvise()
+    address: int = array.ctypes.data
+    start = address - address % _PAGE
+    return madvise is not None and madvise(start, address + array.nbytes - start, _POPULATE_WRITE) == 0
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """The C library's function; None where it has none."""
     try:
         madvise = ctypes.CDLL(None).madvise
     except (AttributeError, OSError):
-        return False
+        return None
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     madvise.restype = ctypes.c_int
-    address: int = array.ctypes.data
-    start = address - address % _PAGE
-    return madvise(start, address + array.nbytes - start, _POPULATE_WRITE) == 0
+    return madvise

@@ -323,17 +323,13 @@ class Scheduler:
 def _accepted(iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
     """Let the requests that go on take their answers, by place in the batch."""
     rows, partial = iteration.rows, iteration.partial
-    requests = [rows[i][0] for i in answers]
-    ended = [req for req in requests if req.ending is not None or req.state is FINISHED]
-    if partial or ended:
-        answers = {
-            i: answer
-            for (i, answer), req in zip(answers.items(), requests, strict=True)
-            if req.ending is None and req.state is not FINISHED and i not in partial
-        }
-        requests = [rows[i][0] for i in answers]
-    given = list(answers.values())
+    going = {
+        i: req
+        for i in answers
+        if (req := rows[i][0]).ending is None and req.state is not FINISHED and i not in partial
+    }
+    requests, given = [*going.values()], [answers[i] for i in going]
     accepted = list[Accepted]()
     for cls, some in by_kind(requests):
         accepted += cls.accept_all(requests[some], given[some])
-    return dict(zip(answers, accepted, strict=True))
+    return dict(zip(going, accepted, strict=True))

@@ -239,11 +239,10 @@ class ServingPolicy:
 
     def _fill_places(self, plan: _Plan) -> None:
         """Let increments that can compute several tokens use the places, tokens and blocks left."""
-        n_left = self._max_bs - plan.n_places
-        if n_left <= 0:
+        if plan.n_places >= self._max_bs:
             return
         n_planned = sum(n for _, n in plan.rows)
-        n_left = min(n_left, self._max_tokens - n_planned)
+        n_left = min(self._max_bs - plan.n_places, self._max_tokens - n_planned)
         if n_left <= 0:
             return
         rows = plan.rows

@@ -1,4 +1,4 @@
-"""Memory is taken from the system before it is written, and only so much of it; contents stay."""
+"""Pages are faulted in ahead of their first write, and only so many of them; contents stay."""
 
 import ctypes
 import mmap
@@ -16,7 +16,7 @@ N, EACH = 256, 128 << 10  # 32 MiB
 
 
 def resident(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Which pages of an array are in memory, by the system's own account."""
+    """1 for each page of an array that is in memory, by the system's account, and 0 for the others."""
     start = -(-array.ctypes.data // PAGE) * PAGE
     n = (array.ctypes.data + array.nbytes - start) // PAGE
     found = np.zeros(n, np.uint8)
