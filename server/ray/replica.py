@@ -58,7 +58,7 @@ class EngineReplica:
         self._llm, model = await asyncio.to_thread(load_served, settings, notes, start)
         view = RouterView(settings)  # without K/V events, so there is nothing to close
         await asyncio.to_thread(view.open, self._llm, model, self._metrics, notes)
-        self._service = model.service
+        self._service = model.orca
         if self._tracing is not None:
             self._tracing.start(model)
         self._gateway.open(model)
