@@ -4,7 +4,6 @@ It implements `engine_protocol.Engine`. Only `wait` waits for a device (ORCA 4.1
 synchronises).
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from orca_jax.scheduling.adapter_slots import AdapterStore
 from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 
-_POLL_SECONDS = 100e-6  # much shorter than an iteration, much longer than a poll
+LOOK_SECONDS = 1e-3
 
 _FINISHED = RequestState.FINISHED
 _row_answer = partial(tuple.__new__, RowAnswer)  # RowAnswer._make, in a third of its time
@@ -40,6 +39,10 @@ class PendingTokens(Protocol):
 
     def is_ready(self) -> bool:
         """Whether `fetch` would return at once."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something has happened, such as that the tokens are here; at most `seconds`."""
         ...
 
     def fetch(self) -> Sampled:
@@ -72,7 +75,7 @@ class EngineMaster:
 
     `vocab_size` is the model's. With `keeps_tokens`, the device of the first of the `n_workers` holds each
     row's last token. Otherwise tokens go through the host, which has received a request's token before the
-    request is issued again (ORCA 4.1). `sleep` waits between two polls of a batch.
+    request is issued again (ORCA 4.1). An interruptible wait looks for interruptions every `look_seconds`.
     After an EngineError from `issue` or `wait`, all iterations in flight and the K/V cache are lost; requests
     that resume must have `n_computed` 0.
     """
@@ -85,14 +88,14 @@ class EngineMaster:
         vocab_size: int,
         n_workers: int = 1,
         keeps_tokens: bool = True,
-        sleep: Callable[[float], None] = time.sleep,
+        look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self.n_workers = n_workers
         self.keeps_tokens = keeps_tokens
         self._workers = workers
         self._kv = kv
         self._n_words = n_words(vocab_size)
-        self._sleep = sleep
+        self._look_seconds = look_seconds
         self._n_issued = 0
         tables = BlockTables(
             block_size=kv.block_size,
@@ -131,7 +134,7 @@ class EngineMaster:
             while interrupted is not never and not pending.is_ready():
                 if interrupted():
                     return None
-                self._sleep(_POLL_SECONDS)
+                pending.wait(self._look_seconds)
             sampled = pending.fetch()
         except EngineError:
             raise

@@ -40,7 +40,7 @@ from orca_jax.control.sampled_wire import (
 )
 from orca_jax.control.start_order import StartOrder, encode_start
 from orca_jax.control.worker_pb2 import Tokens
-from orca_jax.engine.engine_master import EngineMaster
+from orca_jax.engine.engine_master import LOOK_SECONDS, EngineMaster
 from orca_jax.engine.stage_counters import RemoteCounters, StageCounters
 from orca_jax.errors import BadFrame, EngineError, LossCause, WorkerLost
 from orca_jax.iteration.message import ControlMessage, MakeWords
@@ -53,7 +53,6 @@ from orca_jax.scheduling.kv_manager import KVManager
 # is seen to break.
 _NEIGHBOUR_SECONDS = 0.25
 # Interval of checks for an interruption while waiting for tokens; an arrival ends the wait at once.
-_WAIT_SECONDS = 1e-3
 
 
 class Arrival(NamedTuple):
@@ -133,6 +132,10 @@ class RemoteTokens:
         if self.sampled is None:
             self._workers.look()
         return self.sampled is not None
+
+    def wait(self, seconds: float) -> None:
+        """Wait for an arrival, at most `seconds`, and handle it. Raises WorkerLost."""
+        self._workers.wait(seconds)
 
     def fetch(self) -> Sampled:
         """Wait for the tokens, at most until the deadline."""
@@ -561,8 +564,7 @@ class RemoteWorkers:
 class RemoteEngine(EngineMaster):
     """An engine master whose workers may be lost: a `recovery.RecoverableEngine`.
 
-    Call `recover` before the first iteration and after a WorkerLost. `sleep` is as in EngineMaster; its
-    default wakes up when a frame arrives.
+    Call `recover` before the first iteration and after a WorkerLost.
     """
 
     def __init__(
@@ -572,7 +574,7 @@ class RemoteEngine(EngineMaster):
         *,
         vocab_size: int,
         n_workers: int,
-        sleep: Callable[[float], None] | None = None,
+        look_seconds: float = LOOK_SECONDS,
     ) -> None:
         super().__init__(
             workers,
@@ -580,7 +582,7 @@ class RemoteEngine(EngineMaster):
             vocab_size=vocab_size,
             n_workers=n_workers,
             keeps_tokens=n_workers == 1,  # otherwise worker n has them, and the host passes them to worker 1
-            sleep=(lambda _: workers.wait(_WAIT_SECONDS)) if sleep is None else sleep,
+            look_seconds=look_seconds,
         )
         self.workers = workers
 

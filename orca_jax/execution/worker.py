@@ -442,6 +442,13 @@ class LocalIteration:
             self._go_on()
         return self.tokens is not None and self.tokens.is_ready()
 
+    def wait(self, seconds: float) -> None:
+        """Wait for the device, at most `seconds`."""
+        if self.tokens is None:
+            self._go_on()
+        assert self.tokens is not None, "its requests' tokens before it have come back"
+        self.tokens.wait(seconds)
+
     def fetch(self) -> Sampled:
         """Wait for the device and return what was sampled. Raises what failed there."""
         if self.tokens is None:

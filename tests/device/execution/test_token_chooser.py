@@ -1,10 +1,13 @@
 """Choosing tokens in C and in JAX: the same tokens and log-probabilities for any rows."""
 
+import threading
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
-from orca_jax.execution.sampling import TokenChooser
+from orca_jax.execution.sampling import DeviceTokens, TokenChooser
 from orca_jax.grammar.token_mask import n_words
 from orca_jax.iteration.flat_batch import Sampler, SamplerArrays, TokenPrograms
 from orca_jax.iteration.message import SAMPLED
@@ -93,3 +96,49 @@ def test_without_native_the_log_probabilities_are_a_separate_program() -> None:
         chooser = TokenChooser(VOCAB, N_ROWS, place, native=native)
         names = [program.name for program in chooser.programs([1, 4])]
         assert ("log-probabilities, 4 rows" in names) is not chooser._native
+
+
+class HeldArray:
+    """An array that is ready once `released` is set."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.released, self.error = threading.Event(), error
+
+    def copy_to_host_async(self) -> None: ...
+
+    def is_ready(self) -> bool:
+        return self.released.is_set()
+
+    def block_until_ready(self) -> None:
+        assert self.released.wait(10)
+        if self.error is not None:
+            raise self.error
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.block_until_ready()
+        return np.array([5], np.int32)
+
+
+def test_a_wait_ends_after_its_time_or_once_the_tokens_are_there() -> None:
+    array: Any = HeldArray()
+    tokens, before = DeviceTokens(array), threading.enumerate()
+    tokens.wait(0)
+    tokens.wait(1e-3)
+    assert not tokens.is_ready()
+    (thread,) = (
+        thread for thread in threading.enumerate() if thread.name == "orca-wait" and thread not in before
+    )
+    array.released.set()
+    tokens.wait(10)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert tokens.is_ready() and tokens.fetch().token_ids.tolist() == [5]
+
+
+def test_a_wait_ends_if_the_device_fails_and_fetch_says_so() -> None:
+    array: Any = HeldArray(RuntimeError("the device failed"))
+    tokens = DeviceTokens(array)
+    array.released.set()
+    tokens.wait(10)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        tokens.fetch()

@@ -27,10 +27,14 @@ class Pending:
     token_ids: np.ndarray
     n_polls: int = 0
     error: Exception | None = None
+    waits: list = field(default_factory=list)
 
     def is_ready(self):
         self.n_polls -= 1
         return self.n_polls < 0
+
+    def wait(self, seconds):
+        self.waits.append(seconds)
 
     def fetch(self):
         if self.error is not None:
@@ -360,18 +364,16 @@ def test_each_iteration_returns_its_own_tokens():
 
 
 def test_a_wait_may_be_interrupted_and_taken_up_again():
-    naps = []
-    tokens = np.array([5, -1], np.int32)
-    worker = FakeWorker(pending=[Pending(tokens, n_polls=4)])
-    master, kv = engine(worker, n_workers=2, sleep=naps.append)
+    tokens = Pending(np.array([5, -1], np.int32), n_polls=4)
+    master, kv = engine(FakeWorker(pending=[tokens]), n_workers=2, look_seconds=0.5)
     r = request("r", [1])
     r.row = kv.reserve(16)
     iteration = issue(master, r)
     answers = iter([False, True])
     assert master.wait(iteration, lambda: next(answers)) is None
-    assert len(naps) == 1
+    assert tokens.waits == [0.5]
     assert waited_for(master, iteration).token_ids == [5]
-    assert len(naps) == 3 and all(0 < nap <= 1e-3 for nap in naps)
+    assert tokens.waits == [0.5, 0.5, 0.5]
 
 
 def test_a_wait_that_nothing_interrupts_looks_at_nothing():

@@ -116,7 +116,7 @@ class FaultSimulation:
             self.kv,
             vocab_size=VOCAB_SIZE,
             n_workers=trace.n_stages,
-            sleep=lambda _: self.workers.wait(),  # returns after every event
+            look_seconds=DEADLINES.look_seconds,  # a wait returns after every event
         )
         self.timeline = Timeline(self.clock.now, max_records=None)
         self.pool = RequestPool(
