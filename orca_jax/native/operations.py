@@ -31,6 +31,7 @@ _SCALES = {"float16": 1, "bfloat16": 2, "float32": 3, "e8m0": 4, "six_bits": 5, 
 _MINIMA = {"mins": 1, "zeros": 2}
 PACKED_RUN = 32  # the inputs of a packed product are a multiple of this, and so are those of a scale
 PACKED_WIDTH = 16  # the least outputs of a packed product
+PACKED_MOST = 1 << 16  # inputs whose integer products, at most 255 times 127 each, may be added up in 32 bits
 
 
 def packed_sizes(form: PackedForm, x_dtype: str, steady: bool = False) -> dict[str, int]:

@@ -130,6 +130,9 @@ static void multiply_rows(const Planes *from, size_t out, size_t k, size_t n, co
 
 #endif
 
-INLINE vec finished(vec sums, const Run *token) { return sums * all(token->power); }
+INLINE vec finished(vec sums, const Panel *panel, const Run *token) {
+  (void)panel;
+  return sums * all(token->power);
+}
 
 #endif

@@ -1,7 +1,8 @@
 /* The integer products of a panel (packed_panel.h) with x, of which each run of 32 is rounded to int8.
  *
- * A scale belongs to a run, or with TOKEN_SCALE to all runs of a token. Integer products of a run are exact;
- * scaled, they are added up in float32, in the order of inputs.
+ * A scale belongs to a run. Integer products of a run are exact; scaled, they are added up in float32, in the order of
+ * inputs. With TOKEN_SCALE a scale belongs to all runs of a token, and a weight's to all inputs of a row: then the
+ * integers of all runs are added up, and scaled once.
  */
 
 #ifndef ORCA_PACKED_INTEGERS_H
@@ -19,7 +20,8 @@
 /* Whether one token alone takes codes from their rows (multiply_rows). Codes of four or five bits gain nothing. */
 #define BY_ROWS (CODE == 8 || HIGH == 2)
 
-/* A token's run, rounded. `excess` is what the integer products of its halves have too much. */
+/* A token's run, rounded. `excess` is what the integer products of its halves have too much, or with TOKEN_SCALE in a
+ * token's first run those of the whole token. */
 typedef struct {
   int8_t rounded[RUN];
   float scale, sum;
@@ -82,6 +84,10 @@ static void take_token(const x_type *x, size_t n_runs, size_t stride, bool is_al
   const float scale = TOKEN_SCALE ? greatest(x, n_runs * RUN) / 127 : 0;
   for (size_t run = 0; run < n_runs; run++, x += RUN, to += stride)
     round_run(x, TOKEN_SCALE ? scale : greatest(x, RUN) / 127, to);
+#if TOKEN_SCALE
+  Run *first = to - n_runs * stride;
+  for (size_t run = 1; run < n_runs; run++) first->excess[0] += first[run * stride].excess[0];
+#endif
 }
 
 /* ---- products ---- */
@@ -107,8 +113,42 @@ INLINE ivec add_fours(ivec sums, ivec codes, ivec x) {
 #endif
 }
 
-/* Adds what a token's run gives, of which `ints` are the integer products of its parts, to the token's total. */
+#if TOKEN_SCALE
+
+_Static_assert(!HAS_MINS && SCALED == RUN, "one scale a row");
+
+/* Adds a panel's n_runs runs to the sums of n tokens, which are integers; n is a constant to the compiler. */
+INLINE void multiply(const Panel *panel, const Run *runs, size_t n_runs, vec *sums, const int n) {
+  ivec ints[AT_ONCE];
+  UNROLL for (int t = 0; t < n; t++) ints[t] = (ivec)sums[t];
+  for (size_t run = 0; run < n_runs; run++, runs += n)
+    UNROLL for (int i = 0; i < RUN / 4; i++) {
+      const ivec four = panel->codes[run * (RUN / 4) + i];
+      UNROLL for (int t = 0; t < n; t++) {
+        int32_t x;
+        memcpy(&x, runs[t].rounded + 4 * i, sizeof x);
+        ints[t] = add_fours(ints[t], four, all_ints(x));
+      }
+    }
+  UNROLL for (int t = 0; t < n; t++) sums[t] = (vec)ints[t];
+}
+
+/* Adds what a token's run gives, of which `ints` are the integer products, to the token's total. */
 INLINE vec add_run(vec total, const Panel *panel, size_t run, const Run *x, const ivec *ints) {
+  (void)panel, (void)run, (void)x;
+  return (vec)((ivec)total + ints[0]);
+}
+
+/* The results of a token, whose first run is `token`, for LANES rows with the panel's scales. */
+INLINE vec finished(vec sums, const Panel *panel, const Run *token) {
+  return as_floats((ivec)sums - token->excess[0]) * (panel->scales[0] * all(token->scale));
+}
+
+#else
+
+/* Adds what a token's run gives, of which `ints` are the integer products of its parts, to the token's total. */
+INLINE vec add_run(vec total, const Panel *panel, size_t run, const Run *x, ivec *ints) {
+  if (EXCESS) UNROLL for (int part = 0; part < RUN / SCALED; part++) ints[part] -= x->excess[part];
   UNROLL for (int part = 0; part < RUN / SCALED; part++)
     total += as_floats(ints[part]) * (panel->scales[run * (RUN / SCALED) + part] * all(x->scale));
 #if HAS_MINS
@@ -144,6 +184,13 @@ INLINE void multiply(const Panel *panel, const Run *runs, size_t n_runs, vec *su
   }
   UNROLL for (int t = 0; t < n; t++) sums[t] = totals[t];
 }
+
+INLINE vec finished(vec sums, const Panel *panel, const Run *token) {
+  (void)panel, (void)token;
+  return sums;
+}
+
+#endif
 
 /* ---- one token: codes are multiplied in their rows, and only the sums of a run change to lanes ---- */
 
@@ -235,17 +282,11 @@ static void multiply_rows(const Planes *from, size_t out, size_t k, size_t n, co
     ivec halves[2];
     products_of_rows(from, out, k + run * RUN, runs + run, halves);
     if (SCALED == RUN) halves[0] += halves[1];
-    if (EXCESS) UNROLL for (int part = 0; part < RUN / SCALED; part++) halves[part] -= runs[run].excess[part];
     total = add_run(total, panel, run, runs + run, halves);
   }
   sums[0] = total;
 }
 
 #endif
-
-INLINE vec finished(vec sums, const Run *token) {
-  (void)token;
-  return sums;
-}
 
 #endif

@@ -171,7 +171,7 @@ static void strip(const Product *p, size_t out, size_t first, size_t end) {
     for (size_t t = 0; t < some; t++)
       for (int i = 0; i < STRIPS; i++)
         store(p->y + (token + t) * p->n_out + outs[i],
-              finished(sums[(token + t - first) * STRIPS + i], p->runs + token * n_runs + t));
+              finished(sums[(token + t - first) * STRIPS + i], panels + i, p->runs + token * n_runs + t));
   }
 }
 

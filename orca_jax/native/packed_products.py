@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from orca_jax.families.packed_form import PackedForm
 from orca_jax.native.custom_call import target
-from orca_jax.native.operations import BITS, PACKED_RUN, PACKED_WIDTH, packed_sizes
+from orca_jax.native.operations import BITS, PACKED_MOST, PACKED_RUN, PACKED_WIDTH, packed_sizes
 
 # The order of packed_product.h's `planes_of`.
 _PLANES = ("codes", "high", "scales", "super_scales", "super_mins", "mins", "zeros")
@@ -19,7 +19,8 @@ def has_packed_form(x: jax.Array, form: PackedForm, n_out: int) -> bool:
         return False
     whole = form.superblock or PACKED_RUN
     blocks = form.block is None or form.block % PACKED_RUN == 0 or form.superblock is not None
-    return x.shape[1] % whole == 0 and x.shape[1] > 0 and blocks and n_out >= PACKED_WIDTH
+    most = PACKED_MOST if form.integer_inputs else x.shape[1]
+    return x.shape[1] % whole == 0 and 0 < x.shape[1] <= most and blocks and n_out >= PACKED_WIDTH
 
 
 def native_packed(

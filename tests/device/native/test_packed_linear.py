@@ -19,6 +19,7 @@ from orca_jax.families.packed_form import PackedForm
 from orca_jax.model.packed_weight import unpacked
 from orca_jax.model.weight import kind_of
 from orca_jax.native import packed_products
+from orca_jax.native.operations import PACKED_MOST
 from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
 from tests.device.native.native_form import needs_native, other_lanes
 from tests.packed_planes import EVERY_FORM, random_planes
@@ -332,3 +333,17 @@ def test_is_compiled_as_one_call() -> None:
     compiled = jax.jit(partial(native_packed, form=form)).lower(jnp.zeros((4, 512)), planes=planes).compile()
     memory = compiled.memory_analysis()
     assert memory is None or memory.temp_size_in_bytes < 64 * 512  # no unpacked matrix
+
+
+@needs_native
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("n_tokens", [1, 13])
+def test_integers_of_the_longest_rows_are_added_up_exactly(sign: int, n_tokens: int) -> None:
+    form, n_in = EVERY_FORM["w8a8"], PACKED_MOST
+    planes = random_planes(form, (16, n_in), 0)
+    planes = planes | {"codes": np.full_like(planes["codes"], 127)}
+    x = np.full((n_tokens, n_in), sign * 127, np.float32)
+    assert has_packed_form(jnp.asarray(x), form, 16)
+    true = np.float32(sign * 127 * 127 * n_in) * planes["scales"].reshape(16).astype(np.float32)
+    assert np.allclose(product(x, form, planes), true, rtol=1e-6)
+    assert not has_packed_form(jnp.zeros((1, n_in + RUN)), form, 16)
