@@ -132,6 +132,8 @@ def match(hf_config: HFConfig, stored: dict[str, StoredTensor]) -> dict[str, Sou
                     f"{tensor} differs from '{shown(embedding.name)}', but must be a copy of it"
                 )
             continue
+        if tensor.name == head and hf_config.model.only_pools and not hf_config.model.is_bidirectional:
+            continue  # which nothing reads
         if tensor.name != head or not hf_config.model.embedding.tied:
             raise _left_over(hf_config, tensor, prefix, len(left))
         if not same_values(tensor, embedding):

@@ -129,7 +129,7 @@ def suggest_names(source: str | Path) -> SuggestedNames:
 
 def match_names(model: ModelConfig, shapes: Mapping[str, Shape]) -> SuggestedNames:
     """Suggest the names of a model's weights among arrays of these shapes. Raises UnsupportedModel."""
-    if model.encoder is not None or model.is_bidirectional:
+    if model.encoder is not None or model.only_pools:
         raise UnsupportedModel("names are suggested for decoders alone")
     others = [name for name in shapes if _NOT_WEIGHTS.search(_words(name))]
     found = _by_layer({name: shape for name, shape in shapes.items() if name not in {*others}}, model)

@@ -240,7 +240,7 @@ def pool(
 ) -> Array:
     """Sums [R, P] float32 of each row's final hidden states in a PooledPart; arguments as in `score`."""
     model, iteration, batch, output = _through_last_layer(stage, weights, x, cache, buffer, layout)
-    x = model.pooled_states(output.x, iteration.tokens.product).astype(jnp.float32)
+    x = model.pooled_states(output.x, iteration.shard, iteration.tokens.product).astype(jnp.float32)
     token = jnp.arange(layout.n_tokens)
     mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
     # A product with ones and zeros would let another row's NaN into the sum.

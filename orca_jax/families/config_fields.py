@@ -232,6 +232,11 @@ class ConfigFields:
                 f"{meaning} is not supported"
             )
 
+    def n_labels(self) -> int:
+        """The number of a classifier's labels, 2 where the file has none."""
+        labels = self.section("id2label")
+        return self.whole("num_labels", default=2) if labels is None else len(labels.names())
+
     def special_ids(self) -> dict[str, Any]:
         bos = self.token_ids("bos_token_id")
         return {

@@ -30,6 +30,7 @@ from orca_jax.families.trainers.easydel_config import without_easydel_fields
 from orca_jax.families.unsupported import about_model_type, about_quantisation
 from orca_jax.gguf_file import is_gguf, open_gguf
 
+POOLING_FILE = "1_Pooling/config.json"  # Sentence Transformers', of a model for embeddings
 _MAX_CONFIG_BYTES = 1_000_000
 _MAX_TOKENIZER_BYTES = 100_000_000
 _AUTO_MODELS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText")
@@ -89,6 +90,9 @@ def read_hf_config(directory: Path) -> HFConfig:
     if family.has_encoder:
         fields = ConfigFields(path, values | _decoder_ids(directory / "generation_config.json"))
     model = _read_model(family, fields, family.config_names)
+    if os.path.exists(directory / POOLING_FILE) and model.encoder is None and not model.only_pools:
+        # Sentence Transformers saves such a decoder without its head.
+        model = replace(model, embeds=True, embedding=replace(model.embedding, tied=True))
     check_tokenizer(model, path, directory / "tokenizer.json")
     if quantization is not None:
         model = model.with_forms(quantized_forms(model, family, quantization))
@@ -226,7 +230,7 @@ def hf_config_of(model: ModelConfig) -> dict[str, Any]:
 
     Raises UnsupportedModel where no family can describe it.
     """
-    model = model.with_forms({})
+    model = replace(model.with_forms({}), embeds=False)
     for family in FAMILIES.values():
         written = family.write(model)
         if written is None:

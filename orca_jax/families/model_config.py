@@ -360,6 +360,32 @@ class ReadStates:
         return len(self.layers) * self.size
 
 
+RankerKind = Literal["pooler", "linear", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankerHead:
+    """How a ranker computes the relevance of two texts from a pooled state.
+
+    pooler: a linear layer of the tanh of a linear layer, one result (BERT). linear: one linear layer without
+    a bias, of `n_results` (Qwen3ForSequenceClassification). tokens: the logits of `token_ids`, "no" and "yes"
+    (Qwen3-Reranker). One result is the relevance's logit. Of two the second speaks for relevance, and the
+    first against it.
+    """
+
+    kind: RankerKind = "pooler"
+    n_results: int = 1
+    token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("a ranker's kind", self.kind, RankerKind)
+        least, most = {"pooler": (1, 1), "linear": (1, 2), "tokens": (2, 2)}[self.kind]
+        check_whole("a ranker's results", self.n_results, least, most)
+        n_tokens = self.n_results if self.kind == "tokens" else 0
+        if len(self.token_ids) != n_tokens or len({*self.token_ids}) != n_tokens:
+            raise ConfigError(f"token_ids has {list(self.token_ids)}; expected {n_tokens} different tokens")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The shape of a model: all that its mathematics needs, whatever file it came from.
@@ -372,8 +398,9 @@ class ModelConfig:
 
     Without causal masks the model makes embeddings and generates nothing: a request's tokens all run in one
     iteration. The last of the `n_positions` is then of the sampled token that ends the request, and is never
-    computed. With a `ranker` its embedding is one number, the relevance of two texts to one another: a linear
-    layer of the tanh of a linear layer of the pooled state (a cross-encoder).
+    computed. A `ranker` reads two texts at once, and its embedding is their relevance to one another
+    (a cross-encoder); `ranker_head` says how it is computed. A model with causal masks that `embeds`, or
+    ranks, generates nothing either.
 
     Layers may differ, but not in the number of their query heads. Without `positions` nothing is added to
     token embeddings. `vocab_multiple` pads the embedding table to a multiple, for hardware or for sharding;
@@ -403,6 +430,8 @@ class ModelConfig:
     forced_eos_token_id: int | None = None
     forms: Forms = ()
     ranker: bool = False
+    ranker_head: RankerHead = RankerHead()
+    embeds: bool = False
     reads: ReadStates | None = None
     kept_states: tuple[int, ...] = ()
 
@@ -426,6 +455,7 @@ class ModelConfig:
         special = (
             *(*self.eos_token_ids, self.bos_token_id, self.decoder_start_token_id),
             *(self.forced_bos_token_id, self.forced_eos_token_id),
+            *self.ranker_head.token_ids,
         )
         for token_id in special:
             if token_id is not None:
@@ -486,8 +516,13 @@ class ModelConfig:
         if self.is_bidirectional and (self.encoder is not None or self.has_state):
             part = "a decoder's layer" if self.encoder is not None else "a layer beside recurrent ones"
             raise ConfigError(f"{part} that is not causal is not supported")
-        if self.ranker and not self.is_bidirectional:
-            raise ConfigError("a ranker in a model with causal masks is not supported")
+        if self.ranker and self.is_bidirectional is not (self.ranker_head.kind == "pooler"):
+            masks = "without" if self.is_bidirectional else "with"
+            raise ConfigError(
+                f"a ranker by {self.ranker_head.kind} in a model {masks} causal masks is not supported"
+            )
+        if self.only_pools and self.encoder is not None:
+            raise ConfigError("embeddings of a model with an encoder are not supported")
         if self.encoder is None:
             return
         if self.attention.group != 1:
@@ -535,9 +570,14 @@ class ModelConfig:
         return not self.attention.causal
 
     @property
+    def only_pools(self) -> bool:
+        """Whether the model makes embeddings or ranks texts, and generates nothing."""
+        return self.is_bidirectional or self.ranker or self.embeds
+
+    @property
     def pooled_size(self) -> int:
         """Numbers of an embedding."""
-        return 1 if self.ranker else self.embedding.size
+        return self.ranker_head.n_results if self.ranker else self.embedding.size
 
     @property
     def n_heads(self) -> int:

@@ -545,9 +545,13 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "first")
     if config.ranker:
         own = sizes | {"r": config.pooled_size}
-        for name, axes in (("ranker.dense", ("H", "H")), ("ranker.out", ("r", "H"))):
+        kind = config.ranker_head.kind
+        layers_of_it = [("ranker.dense", ("H", "H"))] if kind == "pooler" else []
+        layers_of_it += [] if kind == "tokens" else [("ranker.out", ("r", "H"))]
+        for name, axes in layers_of_it:
             after[f"{name}.weight"] = _parameter(axes, own, "normal", "linear", "last")
-            after[f"{name}.bias"] = _parameter(axes[:1], own, "zeros", "bias", "last")
+            if kind == "pooler":
+                after[f"{name}.bias"] = _parameter(axes[:1], own, "zeros", "bias", "last")
     n_drafted = None if config.reads is None else config.reads.n_drafted
     if n_drafted is not None:
         own = sizes | {"v": n_drafted}

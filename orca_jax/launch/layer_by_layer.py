@@ -46,7 +46,7 @@ class LayerByLayer:
             raise ConfigError(f"there are {n} tokens; the model takes 2 to {model.n_positions} of them")
         if token_ids.min() < 0 or token_ids.max() >= model.vocab_size:
             raise ConfigError(f"a token is not in the vocabulary, whose ids are 0 to {model.vocab_size - 1}")
-        if model.encoder is not None or model.is_bidirectional:
+        if model.encoder is not None or model.only_pools:
             raise UnsupportedModel("layers are compared one by one in decoders alone")
         try:
             check_split(model, ParallelConfig(pipeline_parallel=model.n_layers))

@@ -124,12 +124,9 @@ class Transformer(nnx.Module):
             self.head_bias = nnx.Param(parameters[HEAD_BIAS]) if config.head_bias else None
             some = config.reads is not None and config.reads.n_drafted is not None
             self.head_offsets = nnx.Param(parameters[HEAD_OFFSETS]) if some else None
-            names = ("dense", "out") if config.ranker else ()
+            every = ((f"ranker.{name}.weight", f"ranker.{name}.bias") for name in ("dense", "out"))
             self.ranker = nnx.List(
-                [
-                    Linear(parameters[f"ranker.{name}.weight"], parameters[f"ranker.{name}.bias"])
-                    for name in names
-                ]
+                [Linear(parameters[name], parameters.get(bias)) for name, bias in every if name in parameters]
             )
 
     def embed(
@@ -284,13 +281,26 @@ class Transformer(nnx.Module):
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x, product)
 
-    def pooled_states(self, x: jax.Array, product: Matmul = matmul) -> jax.Array:
+    def pooled_states(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """The parts of an embedding [R, P] from the last layer's output x [R, H]."""
-        x = self.final_states(x, product)
         if not self.config.ranker:
-            return x
-        dense, out = self.ranker
-        return out(jnp.tanh(dense(x, product)), product)
+            return self.final_states(x, product)
+        if self.config.ranker_head.kind == "tokens":
+            return self._logits_of(self.config.ranker_head.token_ids, x, shard, product)
+        x = self.final_states(x, product)
+        *dense, out = self.ranker
+        for layer in dense:
+            x = jnp.tanh(layer(x, product))
+        return out(x, product)
+
+    def _logits_of(self, token_ids: Sequence[int], x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
+        """The logits of `token_ids` alone, [R, len(token_ids)] float32: a product with a few rows."""
+        head = (self.token_embedding if self.head is None else self.head.weight).get_value()
+        plain = self.config.logit_multiplier == 1.0 and self.config.logit_soft_cap is None
+        if isinstance(head, AdaptedWeight) or self.head_bias is not None or not plain:
+            return self.logits(x, shard, product)[:, jnp.array(token_ids)]
+        rows = self._rows(head, jnp.array(token_ids, jnp.int32), shard, product)
+        return product.in_float32(self.final_states(x, product), rows)
 
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """The logits [R, V] float32 from the last layer's output x [R, H]."""

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from orca_jax.errors import UnsupportedModel
+from orca_jax.families.hf_config import POOLING_FILE
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.request.pooling import Pooling
 
-POOLING_FILE = "1_Pooling/config.json"
 _DENSE = "2_Dense"  # a layer that changes the pooled vector
 _MAX_BYTES = 100_000
 _PREFIX = "pooling_mode_"

@@ -51,11 +51,12 @@ def serving_config(
         if requested.kv_host_bytes:
             raise _no_host_tier(requested, "the model has an encoder, and so no prefix cache; leave it out")
         requested = replace(requested, prefix_caching=False)
-    no_drafts = config.encoder is not None or config.has_state or config.is_bidirectional
+    no_drafts = config.encoder is not None or config.has_state or config.only_pools
     if requested.speculates and no_drafts:
-        part = "recurrent layers" if config.has_state else "an encoder"
+        part = "with recurrent layers" if config.has_state else "with an encoder"
+        part = "that generates nothing" if config.only_pools and not config.is_bidirectional else part
         raise ConfigError(
-            f"speculative is {requested.speculative!r}, which does not work yet with a model with {part}; "
+            f"speculative is {requested.speculative!r}, which does not work yet with a model {part}; "
             "leave it out"
         )
     longest = config.n_positions

@@ -98,9 +98,15 @@ def check_prompt(
 
 def check_use(model: ModelConfig, pooling: Pooling | None) -> None:
     """Raise NotSupported unless the model makes embeddings with `pooling`, or with None other outputs."""
-    if pooling is None and model.is_bidirectional:
-        message = "this model makes embeddings and generates nothing, since its tokens see later ones; use "
-        raise NotSupported(f"{message}/v1/embeddings or LLM.embed", param="prompt")
+    if pooling is None and model.only_pools:
+        why = ", since its tokens see later ones" if model.is_bidirectional else ""
+        kind = "ranks texts" if model.ranker and not model.is_bidirectional else "makes embeddings"
+        use = "/v1/rerank or /v1/score" if kind == "ranks texts" else "/v1/embeddings or LLM.embed"
+        message = f"this model {kind} and generates nothing{why}; use {use}"
+        raise NotSupported(message, param="prompt")
+    if pooling not in (None, "last") and model.ranker and not model.is_bidirectional:
+        message = f"pooling is {pooling!r}; this model ranks texts by the state of the last token; use last"
+        raise NotSupported(message, param="pooling")
     if pooling is not None and model.encoder is not None:
         raise NotSupported("embeddings are not supported for a model with an encoder", param="prompt")
     if pooling == "cls" and not model.is_bidirectional:

@@ -1,4 +1,4 @@
-"""Make the golden files of models like BERT: small random models, and Hugging Face's final hidden states.
+"""Make the golden files of models like BERT and of Qwen3's for embeddings and rankings: small random models, and Hugging Face's final hidden states.
 
 Each model gets a directory with a checkpoint and `embedding_golden.npz`, or `ranker_golden.npz` if it ranks
 pairs of texts; tests/device/model/golden_embeddings.py describes them. All weights, norms and biases
@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+)
 
 from scripts.golden.with_torch import GOLDEN, SEED, versions
 
@@ -31,6 +37,10 @@ _SIZES: dict[str, Any] = {
 _MODERN: dict[str, Any] = {
     **{"model_type": "modernbert", "max_position_embeddings": 90, "bos_token_id": 2, "eos_token_id": 3},
     **{"cls_token_id": 2, "sep_token_id": 3},
+}
+_QWEN3: dict[str, Any] = {
+    **{"model_type": "qwen3", "max_position_embeddings": 64, "num_key_value_heads": 2, "head_dim": 16},
+    **{"bos_token_id": 2, "eos_token_id": 3},
 }
 # "_masked": the checkpoint is of the model with the head of masked language modelling.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,6 +70,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "modernbert-one-head": _MODERN
     | {"num_attention_heads": 1, "num_hidden_layers": 4, "local_attention": 24, "hidden_activation": "silu"},
 }
+QWEN3_EMBEDDINGS: dict[str, dict[str, Any]] = {
+    "qwen3-embedding": _QWEN3 | {"tie_word_embeddings": False},
+}
+# By the logits of two tokens, "no" and "yes", or as classifiers of one or two labels.
+QWEN3_RANKERS: dict[str, dict[str, Any]] = {
+    "qwen3-ranker-tokens": _QWEN3 | {"tie_word_embeddings": False},
+    "qwen3-ranker-tied": _QWEN3 | {"tie_word_embeddings": True},
+    "qwen3-ranker-label": _QWEN3 | {"num_labels": 1},
+    "qwen3-ranker-labels": _QWEN3 | {"num_labels": 2},
+}
+NO, YES = 9, 7
 
 RANKERS: dict[str, dict[str, Any]] = {
     "bert-ranker": {"model_type": "bert", "max_position_embeddings": 64, "type_vocab_size": 2},
@@ -125,9 +146,53 @@ def _make_ranker(name: str, shape: dict[str, Any]) -> None:
     print(f"{name:24} {len(pairs)} pairs, results {min(results):.2f} to {max(results):.2f}", flush=True)
 
 
+def _make_qwen3_ranker(name: str, shape: dict[str, Any]) -> None:
+    """A ranker of prompts, its results, and its scores: of two results the softmax's second part."""
+    classifies = "num_labels" in shape
+    kind = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+    answers = {} if classifies else {"is_original_qwen3_reranker": True, "classifier_from_token": [NO, YES]}
+    model, rng = _save(name, kind, _SIZES | shape | answers)
+    pairs: list[list[np.ndarray]] = [
+        [rng.integers(FIRST_WORD, _SIZES["vocab_size"], n) for n in rng.integers(1, 29, 2)]
+        for _ in range(N_PROMPTS)
+    ]
+    results: list[np.ndarray] = []
+    for first, second in pairs:
+        ids = torch.tensor([[*first, *second]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        results.append((logits[0] if classifies else logits[0, -1, [NO, YES]]).double().numpy())
+    found = torch.from_numpy(np.stack(results))
+    scores = torch.softmax(found, 1)[:, 1] if found.shape[1] > 1 else torch.sigmoid(found[:, 0])
+    np.savez_compressed(
+        GOLDEN / name / "qwen3_ranker_golden.npz",
+        tokens=np.concatenate([text for pair in pairs for text in pair]).astype(np.int32),
+        lengths=np.array([[len(text) for text in pair] for pair in pairs], np.int32),
+        results=found.numpy().astype(np.float32),
+        scores=scores.numpy(),
+        versions=np.array(json.dumps(versions())),
+    )
+    print(f"{name:24} {len(pairs)} pairs, scores {scores.min():.3f} to {scores.max():.3f}", flush=True)
+
+
+def _describe_pooling(name: str) -> None:
+    """Write the files of Sentence Transformers that Qwen3-Embedding has."""
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules.items())
+    ]
+    (GOLDEN / name / "modules.json").write_text(json.dumps(listed, indent=2))
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
+    pooling = {"word_embedding_dimension": _SIZES["hidden_size"], "include_prompt": True}
+    pooling |= {f"pooling_mode_{mode}": False for mode in modes} | {"pooling_mode_lasttoken": True}
+    (GOLDEN / name / "1_Pooling").mkdir()
+    (GOLDEN / name / "1_Pooling" / "config.json").write_text(json.dumps(pooling, indent=2))
+
+
 def make_files(only: Sequence[str]) -> None:
     """Write the directories, all or those in `only`, and print a line for each."""
-    for name, shape in SHAPES.items():
+    for name, shape in (SHAPES | QWEN3_EMBEDDINGS).items():
         if only and name not in only:
             continue
         fields = _SIZES | {key: value for key, value in shape.items() if not key.startswith("_")}
@@ -136,6 +201,9 @@ def make_files(only: Sequence[str]) -> None:
         # Padding ids would move RoBERTa's positions.
         allowed = np.setdiff1d(np.arange(fields["vocab_size"]), [fields["pad_token_id"]])
         first = fields["pad_token_id"] + 1 if "roberta" in fields["model_type"] else 0
+        if name in QWEN3_EMBEDDINGS:
+            _describe_pooling(name)
+            first = 1  # a decoder keeps a position for a token that it samples
         longest = fields["max_position_embeddings"] - first
         lengths = [1, longest, *rng.integers(2, longest, N_PROMPTS - 2).tolist()]
         prompts = [rng.choice(allowed, n).astype(np.int32) for n in lengths]
@@ -157,3 +225,6 @@ def make_files(only: Sequence[str]) -> None:
     for name, shape in RANKERS.items():
         if not only or name in only:
             _make_ranker(name, shape)
+    for name, shape in QWEN3_RANKERS.items():
+        if not only or name in only:
+            _make_qwen3_ranker(name, shape)

@@ -120,7 +120,7 @@ def load_served(
         llm.service.scheduler.kv.tenants = settings.api_keys.fingerprints
         if settings.api_keys.weights:
             llm.service.weigh_owners(settings.api_keys.weights)
-        if llm.config.is_bidirectional:
+        if llm.config.only_pools:
             llm.embed([[0]])
         else:
             n_output = min(2, llm.service.most_output(1))

@@ -167,7 +167,7 @@ def _end_tokens(model: ServedModel) -> str:
 
 def chat_line(model: ServedModel, template_file: Path | None) -> str:
     """The source of the chat template, and the formats of tool calls and reasoning."""
-    if model.config.is_bidirectional:
+    if model.config.only_pools:
         return "off: the model makes embeddings" if not model.config.ranker else "off: the model ranks texts"
     if model.chat_template is None:
         return "no chat template: /v1/completions alone; --chat-template FILE gives one"
@@ -183,7 +183,7 @@ def chat_line(model: ServedModel, template_file: Path | None) -> str:
 def first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
     """A command to paste into a shell: what the model can, a chat rather than a completion."""
     body: dict[str, Any] = {"model": model.name}
-    if model.config.is_bidirectional:
+    if model.config.only_pools:
         path, text = "embeddings", "In the beginning" if model.tokenizer is not None else [1, 2, 3]
         body["input"] = text
         if model.config.ranker and model.tokenizer is not None:
@@ -195,6 +195,6 @@ def first_request(model: ServedModel, url: str, *, keyed: bool) -> str:
         path, body["prompt"] = "completions", "In the beginning" if model.tokenizer is not None else [1, 2, 3]
     insecure = " --insecure" if url.startswith("https") else ""
     key = " -H 'Authorization: Bearer YOUR_KEY'" if keyed else ""
-    body |= {} if model.config.is_bidirectional else {"max_tokens": 32}
+    body |= {} if model.config.only_pools else {"max_tokens": 32}
     quoted = json.dumps(body).replace("'", "'\\''")
     return f"curl{insecure} {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{quoted}'"

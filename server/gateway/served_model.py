@@ -96,7 +96,7 @@ class ServedModel:
     @property
     def can_chat(self) -> bool:
         """Whether the model can read a conversation."""
-        reads = not self.has_encoder and not self.config.is_bidirectional
+        reads = not self.has_encoder and not self.config.only_pools
         return reads and self.chat_template is not None and self.tokenizer is not None
 
     def require_tokenizer(self, param: str) -> Tokenizer:

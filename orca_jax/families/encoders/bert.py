@@ -70,8 +70,7 @@ def _read(fields: ConfigFields, *, from_padding: bool) -> ModelConfig:
     names = fields.texts("architectures") or ()
     classifies = any(name.endswith(_RANKER) for name in names)
     if classifies:
-        labels = fields.section("id2label")
-        n_labels = fields.whole("num_labels", default=2) if labels is None else len(labels.names())
+        n_labels = fields.n_labels()
         if n_labels != 1:
             raise UnsupportedModel(
                 f"{shown(fields.path)}: id2label has {n_labels} labels; only a classifier of one label, "

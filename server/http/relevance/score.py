@@ -26,7 +26,7 @@ from server.http.fields.generation import ranged, renamed_fields
 from server.http.fields.strict import Strict
 from server.http.generation.answer import GENERATION_ERRORS, each, new_response_id
 from server.http.relevance.running import PromptUsage, RelevanceRequest, all_ended, usage_of
-from server.http.relevance.similarity import refuse_template, similarities
+from server.http.relevance.similarity import pair_template, similarities
 from server.http.state import ApiCall, CallOf
 
 _PLAIN = "{text_1}{text_2}"
@@ -137,10 +137,10 @@ async def create_scores(body: ScoreRequest, call: CallOf) -> Response:
         template = _template(body.template or _PLAIN, *params)
         return _Comparison(body.pairs(call.options.max_inputs), template, params)
 
-    if model.config.is_bidirectional:
-        refuse_template(body.template)
+    if model.config.only_pools:
+        around = pair_template(model.config, body.template, *params)
         pairs = body.pairs(call.options.max_inputs)
-        scores, usage = await similarities(call, model, body.scheduling, response_id, pairs, params)
+        scores, usage = await similarities(call, model, body.scheduling, response_id, pairs, params, around)
     else:
         scores, usage = await _scores(call, model, body.scheduling, response_id, read)
     whole = {
@@ -173,12 +173,12 @@ async def rerank(body: RerankRequest, call: CallOf) -> Response:
     def read() -> _Comparison:
         return _Comparison(pairs(), _template(body.template or _LINES, "document", "query"), params)
 
-    compares = model.config.is_bidirectional
+    compares = model.config.only_pools
     if compares:
-        refuse_template(body.template)
+        around = pair_template(model.config, body.template, "query", "document")
         asked = [(query, document) for document, query in pairs()]  # the order that rankers are trained with
         scores, usage = await similarities(
-            call, model, body.scheduling, response_id, asked, (params[1], params[0])
+            call, model, body.scheduling, response_id, asked, (params[1], params[0]), around
         )
     else:
         scores, usage = await _scores(call, model, body.scheduling, response_id, read)

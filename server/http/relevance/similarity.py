@@ -4,11 +4,13 @@ A model that makes embeddings compares the two texts' vectors; a ranker reads bo
 """
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from orca_jax.errors import InvalidRequest
+from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.pooled_vector import embedding
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.embeddings import pooled_prompt
@@ -20,11 +22,41 @@ from server.http.relevance.running import all_ended, usage_of
 from server.http.state import ApiCall
 
 
-def refuse_template(template: str | None) -> None:
-    """Raise InvalidRequest for a template, which is for models that score one text after another."""
-    if template is not None:
-        message = "template is set, and this model compares two texts as they are; leave it out"
+# The instruction and the form of texts with which Qwen3's rerankers are trained.
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    f"<Instruct>: {INSTRUCTION}\n<Query>: {{query}}\n<Document>: {{document}}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+def pair_template(config: ModelConfig, template: str | None, first: str, second: str) -> str | None:
+    """The text around two texts that the model reads at once, with {query} and {document} in it.
+
+    It is `template`, with `first` and `second` in braces, or the published one; None where the tokenizer puts
+    two texts together, or the model reads one at a time. There a template is an error. Raises InvalidRequest.
+    """
+    if config.is_bidirectional or not config.ranker:
+        if template is not None:
+            message = "template is set, and this model compares two texts as they are; leave it out"
+            raise InvalidRequest(message, param="template")
+        return None
+    if template is None:
+        return QWEN3_TEMPLATE
+    names = f"{{{first}}}", f"{{{second}}}"
+    if any(template.count(name) != 1 for name in names):
+        message = f"template is {template[:100]!r}; it must have {names[0]} and {names[1]} once each"
         raise InvalidRequest(message, param="template")
+    return _filled(template, (first, second), ("{query}", "{document}"))
+
+
+def _filled(template: str, names: tuple[str, str], texts: tuple[str, str]) -> str:
+    """The template with two texts in the places of two names, whatever is in the texts."""
+    of_name = {f"{{{name}}}": text for name, text in zip(names, texts, strict=True)}
+    pattern = "|".join(map(re.escape, of_name))
+    return re.sub(pattern, lambda found: of_name[found[0]], template)
 
 
 async def similarities(
@@ -34,16 +66,18 @@ async def similarities(
     response_id: str,
     pairs: Sequence[tuple[str, str]],
     params: tuple[str, str],
+    template: str | None = None,
 ) -> tuple[list[float], dict[str, int]]:
     """The score of each pair, and the usage.
 
-    It is the cosine of the two vectors, from -1 to 1, for which each different text runs once, or the sigmoid
-    of a ranker's result, from 0 to 1. `params` are the fields that the first and the second texts come from.
+    It is the cosine of the two vectors, from -1 to 1, for which each different text runs once, or of a
+    ranker's result the sigmoid, of two results the second part of the softmax, from 0 to 1. `template` is what
+    `pair_template` returned. `params` are the fields that the first and the second texts come from.
     Raises a leaf of InvalidRequest.
     """
     scheduling = model.scheduled(scheduling)
     if model.config.ranker:
-        return await _ranked(call, model, scheduling, response_id, pairs, params[1])
+        return await _ranked(call, model, scheduling, response_id, pairs, params[1], template)
     field_of = {text: param for pair in pairs for text, param in zip(pair, params, strict=True)}
 
     def read() -> list[Submission]:
@@ -77,21 +111,28 @@ async def _ranked(
     response_id: str,
     pairs: Sequence[tuple[str, str]],
     param: str,
+    template: str | None,
 ) -> tuple[list[float], dict[str, int]]:
-    """A ranker's score of each pair, and the usage."""
+    """A ranker's score of each pair, and the usage. `template` is what `pair_template` returned."""
 
     def read() -> list[Submission]:
         submissions: list[Submission] = []
         with renamed_fields(prompt=param):
             for i, (first, second) in enumerate(pairs):
-                ids = model.encode_pair(first, second, param=param)
-                prompt = pooled_prompt(model.service, ids, "cls", scheduling, tenant=call.tenant)
+                if template is None:
+                    ids, pooling = model.encode_pair(first, second, param=param), "cls"
+                else:
+                    text = _filled(template, ("query", "document"), (first, second))
+                    ids, pooling = model.encode(text, param=param, add_special_tokens=False), "last"
+                prompt = pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
                 submissions.append(Submission(*prompt, f"{response_id}-{i}"))
         return submissions
 
     ended = await all_ended(call, await run_for_request(call.n_bytes, read))
-    results = [float(live.pooled[0]) for live in ended if live.pooled is not None]
-    assert len(results) == len(pairs)
+    pooled = [live.pooled for live in ended if live.pooled is not None]
+    assert len(pooled) == len(pairs)
+    # Of two results the sigmoid of their difference is the softmax's second part.
+    results = [float(each[-1]) - (float(each[0]) if len(each) > 1 else 0.0) for each in pooled]
     # exp of at most 0, so that it never overflows
     scores = [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in results]
     return scores, usage_of(sum(live.n_input for live in ended))
