@@ -1,4 +1,6 @@
-"""Make the golden files of models like BERT and of Qwen3's for embeddings and rankings: small random models, and Hugging Face's final hidden states.
+"""Make the golden files of models like BERT, and of Qwen3's for embeddings and rankings.
+
+They are small random models, and Hugging Face's final hidden states.
 
 Each model gets a directory with a checkpoint and `embedding_golden.npz`, or `ranker_golden.npz` if it ranks
 pairs of texts; tests/device/model/golden_embeddings.py describes them. All weights, norms and biases

@@ -76,8 +76,8 @@ def _ids_of(texts: list[str], config: Path) -> dict[str, int]:
     path = config.parent / "tokenizer.json"
     if not path.exists():
         raise BadModelConfig(
-            f"{shown(config)}: classifier_from_token names tokens by their text, which needs a tokenizer.json "
-            "next to it: copy it there, or give token ids"
+            f"{shown(config)}: classifier_from_token names tokens by their text, which needs a "
+            "tokenizer.json next to it: copy it there, or give token ids"
         )
     model = read_object(path, _MAX_TOKENIZER_BYTES).get("model")
     vocabulary = cast("dict[str, object]", model).get("vocab") if isinstance(model, dict) else None

@@ -2,8 +2,9 @@
 
 The score of a pair is the mean log-probability per token of the second text, given the first and the template
 around them; docs/embeddings.md has the exact definition. A model that only makes embeddings compares vectors
-instead, and a ranker reads both texts at once (similarity.py). `/v1/score` returns scores in vLLM's form;
-`/v1/rerank` sorts documents, in Jina's form, by the score of the query after each.
+instead, and a ranker reads both texts at once, in a template if it is a decoder (similarity.py). `/v1/score`
+returns scores in vLLM's form; `/v1/rerank` sorts documents, in Jina's form, by the score of the query after
+each, or of the document for the query where the model compares.
 """
 
 import math

@@ -21,12 +21,11 @@ from server.http.fields.generation import renamed_fields
 from server.http.relevance.running import all_ended, usage_of
 from server.http.state import ApiCall
 
-
 # The instruction and the form of texts with which Qwen3's rerankers are trained.
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 QWEN3_TEMPLATE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
     f"<Instruct>: {INSTRUCTION}\n<Query>: {{query}}\n<Document>: {{document}}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
@@ -71,8 +70,8 @@ async def similarities(
     """The score of each pair, and the usage.
 
     It is the cosine of the two vectors, from -1 to 1, for which each different text runs once, or of a
-    ranker's result the sigmoid, of two results the second part of the softmax, from 0 to 1. `template` is what
-    `pair_template` returned. `params` are the fields that the first and the second texts come from.
+    ranker's result the sigmoid, of two results the second part of the softmax, from 0 to 1. `template` is
+    what `pair_template` returned. `params` are the fields that the first and the second texts come from.
     Raises a leaf of InvalidRequest.
     """
     scheduling = model.scheduled(scheduling)
