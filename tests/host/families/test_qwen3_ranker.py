@@ -60,8 +60,8 @@ def test_the_published_form(tmp_path: Path, files: dict[str, Any], fields: dict[
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_converted_one(tmp_path: Path, n: int) -> None:
-    labels = {str(i): f"LABEL_{i}" for i in range(n)}
-    model = read_config(place(tmp_path, id2label=labels, **CLASSIFIER))
+    fields: dict[str, Any] = {"id2label": {str(i): f"LABEL_{i}" for i in range(n)}, **CLASSIFIER}
+    model = read_config(place(tmp_path, **fields))
     assert model.ranker and model.ranker_head == RankerHead(kind="linear", n_results=n)
     assert model.embedding.tied and model_of(hf_config_of(model)) == model == through_json(model)
 
