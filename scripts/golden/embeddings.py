@@ -82,7 +82,7 @@ QWEN3_RANKERS: dict[str, dict[str, Any]] = {
     "qwen3-ranker-label": _QWEN3 | {"num_labels": 1},
     "qwen3-ranker-labels": _QWEN3 | {"num_labels": 2},
 }
-NO, YES = 9, 7
+NO, YES = 100, 7  # of different devices, where two share the vocabulary
 
 RANKERS: dict[str, dict[str, Any]] = {
     "bert-ranker": {"model_type": "bert", "max_position_embeddings": 64, "type_vocab_size": 2},
