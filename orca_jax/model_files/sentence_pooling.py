@@ -11,6 +11,7 @@ _DENSE = "2_Dense"  # a layer that changes the pooled vector
 _MAX_BYTES = 100_000
 _PREFIX = "pooling_mode_"
 _MODES: dict[str, Pooling] = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
+_NAMED: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
 
 
 def stored_pooling(directory: Path) -> Pooling | None:
@@ -27,6 +28,15 @@ def stored_pooling(directory: Path) -> Pooling | None:
             "would not be those of Sentence Transformers; remove it if you want those before the layer"
         )
     values = read_object(path, _MAX_BYTES)
+    named = values.get(
+        "pooling_mode"
+    )  # newer files name one, as "lasttoken"; older ones have a flag for each
+    if named is not None:
+        if not isinstance(named, str) or named not in _NAMED:
+            raise UnsupportedModel(
+                f"{shown(path)}: pooling_mode is {shown(named)}; it must be one of {', '.join(_NAMED)}"
+            )
+        return _NAMED[named]
     modes = [name.removeprefix(_PREFIX) for name, value in values.items() if value is True]
     modes = [name for name in modes if f"{_PREFIX}{name}" in values]
     if len(modes) != 1 or modes[0] not in _MODES:

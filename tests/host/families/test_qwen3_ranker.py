@@ -9,8 +9,9 @@ import pytest
 from orca_jax.config import Sizes
 from orca_jax.errors import BadModelConfig, ConfigError, UnsupportedModel
 from orca_jax.families.config_json import config_from_json, config_to_json
-from orca_jax.families.hf_config import hf_config_of, model_of, read_config
+from orca_jax.families.hf_config import POOLING_FILE, hf_config_of, model_of, read_config
 from orca_jax.families.model_config import ModelConfig, RankerHead
+from orca_jax.model_files.sentence_pooling import stored_pooling
 from orca_jax.planning.sizes import serving_config
 
 FIELDS: dict[str, Any] = {
@@ -101,3 +102,13 @@ def test_nothing_is_drafted_for_them() -> None:
     model = model_of(FIELDS | {"classifier_from_token": [4, 7]})
     with pytest.raises(ConfigError, match="with a model that generates nothing"):
         serving_config(model, Sizes(speculative="ngram"), [])
+
+
+@pytest.mark.parametrize(("named", "pooling"), [("lasttoken", "last"), ("mean", "mean"), ("cls", "cls")])
+def test_newer_files_name_their_pooling(tmp_path: Path, named: str, pooling: str) -> None:
+    assert stored_pooling(place(tmp_path, {POOLING_FILE: {"pooling_mode": named}})) == pooling
+
+
+def test_another_named_pooling_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="pooling_mode is max; it must be one of cls, mean, lasttoken"):
+        stored_pooling(place(tmp_path, {POOLING_FILE: {"pooling_mode": "max"}}))
