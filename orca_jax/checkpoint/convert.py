@@ -23,8 +23,9 @@ from orca_jax.checkpoint.shard_reader import Box, Parts
 from orca_jax.config import FORMATS, Dtype, Format, Layout, Rounding
 from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.attention_config import Attention
+from orca_jax.families.decoders.qwen3_ranker import LOGIT_SCORE
 from orca_jax.families.family import Family
-from orca_jax.families.hf_config import hf_config_of, read_hf_config
+from orca_jax.families.hf_config import POOLING_FILE, hf_config_of, read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import HEAD, Parameter, attention_of, parameter_table
 from orca_jax.families.quantization_config import rounded_forms
@@ -44,7 +45,8 @@ from orca_jax.request.tokenizer_config import MORE_TEMPLATES, read_tokenizer_con
 
 MAX_FILE_BYTES = 5_000_000_000
 _DTYPES = {"float32": np.dtype("f4"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype("f2")}
-_OTHER_FILES = ("*.json", "*.jinja", "*.txt")  # tokenizer, chat template and other descriptions of the model
+# Tokenizer, chat templates and other descriptions of the model, such as how its embeddings are pooled.
+_OTHER_FILES = ("*.json", "*.jinja", "*.txt", f"{MORE_TEMPLATES}/*.jinja", POOLING_FILE, LOGIT_SCORE)
 _NOT_COPIED = {INDEX, ORCA_JSON, *TREE_FILES, "commit_success.txt"}
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # in config.json
 
@@ -349,12 +351,9 @@ def _copy_other_files(directory: Path, place: Path) -> None:
     for pattern in _OTHER_FILES:
         for path in sorted(directory.glob(pattern)):
             if path.is_file() and path.name not in _NOT_COPIED:
-                shutil.copyfile(path, place / path.name)
-    more = directory / MORE_TEMPLATES
-    if more.is_dir():
-        (place / MORE_TEMPLATES).mkdir(exist_ok=True)
-        for path in sorted(more.glob("*.jinja")):
-            shutil.copyfile(path, place / MORE_TEMPLATES / path.name)
+                copy = place / path.relative_to(directory)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def _write_text_files(file: GgufFile, place: Path) -> None:

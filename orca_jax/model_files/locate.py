@@ -14,7 +14,7 @@ from orca_jax.model_files.other_kinds import check_kind, gguf_in, gguf_models, r
 
 _HUB_JSON = ["*.json"]
 _HUB_FILES = [*_HUB_JSON, "*.safetensors", "*.jinja"]
-# Every folder but additional_chat_templates, 1_Pooling and 2_Dense, by how their names begin.
+# Every folder but additional_chat_templates, 1_Pooling, 1_LogitScore and 2_Dense, by how their names begin.
 _HUB_FOLDERS = ["[!a12]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "[12][!_]*/*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # A file of a repository that has several: NAME/FILE.gguf, or NAME:Q4_K_M for the one whose name ends so.

@@ -28,9 +28,7 @@ def stored_pooling(directory: Path) -> Pooling | None:
             "would not be those of Sentence Transformers; remove it if you want those before the layer"
         )
     values = read_object(path, _MAX_BYTES)
-    named = values.get(
-        "pooling_mode"
-    )  # newer files name one, as "lasttoken"; older ones have a flag for each
+    named = values.get("pooling_mode")  # in newer files; older ones have a flag for each pooling
     if named is not None:
         if not isinstance(named, str) or named not in _NAMED:
             raise UnsupportedModel(

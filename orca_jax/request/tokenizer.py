@@ -1,6 +1,8 @@
 """Text to token ids and back, incrementally, with stop strings."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -58,25 +60,44 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             message = f"the prompt is not valid Unicode: a lone surrogate at character {error.start}"
             raise InvalidPrompt(message, param="prompt") from error
-        try:
+        with _encoding("prompt"):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             token_ids = encoding.ids
             if token_ids[:1] == token_ids[1:2] and encoding.special_tokens_mask[:2] == [1, 0]:
                 return token_ids[1:]  # added, although the text begins with it
             return token_ids
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            raise InvalidPrompt(f"the tokenizer cannot encode the prompt: {error}", param="prompt") from error
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts with the special tokens around and between them; as `encode` otherwise."""
-        try:
+        with _encoding("pair"):  # which may have a lone surrogate
             return self._tokenizer.encode(first, second).ids
-        except BaseException as error:  # also for a lone surrogate
-            if not is_failure(error):
-                raise
-            raise InvalidPrompt(f"the tokenizer cannot encode the pair: {error}", param="prompt") from error
+
+    def encode_template(self, template: str, texts: Mapping[str, str]) -> list[int]:
+        """Token ids of `template` with each of `texts` in the place of its name, and nothing added around it.
+
+        The name of a special token becomes that token in the template alone. Within the texts it stays plain
+        text, so that none of them can end the turn that it is in (but a Unigram model may have it as a
+        piece). Raises InvalidPrompt.
+        """
+        places = re.compile("|".join(map(re.escape, texts)))
+        names = sorted(self._special, key=len, reverse=True)
+        token_ids = list[int]()
+        with _encoding("prompt"):
+            for part in re.split(f"({'|'.join(map(re.escape, names))})", template) if names else [template]:
+                token_id = self.special_id(part)
+                if token_id is None:
+                    filled = places.sub(lambda name: texts[name[0]], part)
+                    token_ids += self._without_special.encode(filled, add_special_tokens=False).ids
+                else:
+                    token_ids.append(token_id)
+        return token_ids
+
+    @cached_property
+    def _without_special(self) -> tokenizers.Tokenizer:
+        """A copy that reads names of special tokens as plain text."""
+        copy = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        copy.encode_special_tokens = True
+        return copy
 
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of `text` after other text, without the space that SentencePiece puts before a text.
@@ -166,6 +187,17 @@ class Tokenizer:
         if token is None or token in self._special:
             return None
         return self._decoder.token_text(token)
+
+
+@contextmanager
+def _encoding(what: str) -> Iterator[None]:
+    """Raise InvalidPrompt for a text that the library cannot encode, where it may also panic."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise InvalidPrompt(f"the tokenizer cannot encode the {what}: {error}", param="prompt") from error
 
 
 def _read_json(path: Path) -> tokenizers.Tokenizer:

@@ -99,11 +99,15 @@ def check_prompt(
 def check_use(model: ModelConfig, pooling: Pooling | None) -> None:
     """Raise NotSupported unless the model makes embeddings with `pooling`, or with None other outputs."""
     if pooling is None and model.only_pools:
-        why = ", since its tokens see later ones" if model.is_bidirectional else ""
-        kind = "ranks texts" if model.ranker and not model.is_bidirectional else "makes embeddings"
-        use = "/v1/rerank or /v1/score" if kind == "ranks texts" else "/v1/embeddings or LLM.embed"
-        message = f"this model {kind} and generates nothing{why}; use {use}"
-        raise NotSupported(message, param="prompt")
+        what, use = "makes embeddings and generates nothing", "/v1/embeddings or LLM.embed"
+        if model.is_bidirectional:
+            what += ", since its tokens see later ones"
+        elif model.ranker:
+            what, use = "ranks texts and generates nothing", "/v1/rerank or /v1/score"
+        else:
+            what += ", as its folder 1_Pooling says"
+            use += "; a checkpoint with a head generates if that folder is taken away"
+        raise NotSupported(f"this model {what}; use {use}", param="prompt")
     if pooling not in (None, "last") and model.ranker and not model.is_bidirectional:
         message = f"pooling is {pooling!r}; this model ranks texts by the state of the last token; use last"
         raise NotSupported(message, param="pooling")

@@ -1,7 +1,8 @@
 """The model that the endpoints serve, with everything they need from its engine."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -112,18 +113,20 @@ class ServedModel:
         Raises InvalidPrompt and PromptTooLong.
         """
         tokenizer = self._tokenizer_for(text, param)
-        try:
+        with _naming(param):
             return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except InvalidPrompt as error:
-            raise InvalidPrompt(str(error), param=param) from error
 
     def encode_pair(self, first: str, second: str, *, param: str) -> list[int]:
         """Token ids of two texts that a ranker compares. Raises InvalidPrompt and PromptTooLong."""
         tokenizer = self._tokenizer_for(first + second, param)
-        try:
+        with _naming(param):
             return tokenizer.encode_pair(first, second)
-        except InvalidPrompt as error:
-            raise InvalidPrompt(str(error), param=param) from error
+
+    def encode_template(self, template: str, texts: Mapping[str, str], *, param: str) -> list[int]:
+        """`Tokenizer.encode_template`. Raises InvalidPrompt and PromptTooLong."""
+        tokenizer = self._tokenizer_for("".join([template, *texts.values()]), param)
+        with _naming(param):
+            return tokenizer.encode_template(template, texts)
 
     def _tokenizer_for(self, text: str, param: str) -> Tokenizer:
         """The tokenizer, unless `text` is certainly too long. Raises PromptTooLong, or NotSupported."""
@@ -148,6 +151,15 @@ class ServedModel:
                 f"{most} tokens, prompts and outputs of all choices together; ask for fewer max_tokens"
             )
             raise InvalidRequest(message, param="return_routed_experts")
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Let an InvalidPrompt name the field `param`."""
+    try:
+        yield
+    except InvalidPrompt as error:
+        raise InvalidPrompt(str(error), param=param) from error
 
 
 def template_for(model: ServedModel, name: str | None, *, has_tools: bool) -> ChatTemplate:

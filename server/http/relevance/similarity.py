@@ -4,8 +4,8 @@ A model that makes embeddings compares the two texts' vectors; a ranker reads bo
 """
 
 import math
-import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,11 +31,18 @@ QWEN3_TEMPLATE = (
 )
 
 
-def pair_template(config: ModelConfig, template: str | None, first: str, second: str) -> str | None:
-    """The text around two texts that the model reads at once, with {query} and {document} in it.
+class PairTemplate(NamedTuple):
+    """The text around two texts that a model reads at once; `names`, in braces, stand for the two."""
 
-    It is `template`, with `first` and `second` in braces, or the published one; None where the tokenizer puts
-    two texts together, or the model reads one at a time. There a template is an error. Raises InvalidRequest.
+    text: str
+    names: tuple[str, str]
+
+
+def pair_template(config: ModelConfig, template: str | None, *names: str) -> PairTemplate | None:
+    """The client's template with two fields' names, or the published one.
+
+    It is None where the tokenizer puts two texts together, or the model reads one at a time: there a template
+    is an error. Raises InvalidRequest.
     """
     if config.is_bidirectional or not config.ranker:
         if template is not None:
@@ -43,19 +50,12 @@ def pair_template(config: ModelConfig, template: str | None, first: str, second:
             raise InvalidRequest(message, param="template")
         return None
     if template is None:
-        return QWEN3_TEMPLATE
-    names = f"{{{first}}}", f"{{{second}}}"
-    if any(template.count(name) != 1 for name in names):
-        message = f"template is {template[:100]!r}; it must have {names[0]} and {names[1]} once each"
+        return PairTemplate(QWEN3_TEMPLATE, ("{query}", "{document}"))
+    first, second = (f"{{{name}}}" for name in names)
+    if template.count(first) != 1 or template.count(second) != 1:
+        message = f"template is {template[:100]!r}; it must have {first} and {second} once each"
         raise InvalidRequest(message, param="template")
-    return _filled(template, (first, second), ("{query}", "{document}"))
-
-
-def _filled(template: str, names: tuple[str, str], texts: tuple[str, str]) -> str:
-    """The template with two texts in the places of two names, whatever is in the texts."""
-    of_name = {f"{{{name}}}": text for name, text in zip(names, texts, strict=True)}
-    pattern = "|".join(map(re.escape, of_name))
-    return re.sub(pattern, lambda found: of_name[found[0]], template)
+    return PairTemplate(template, (first, second))
 
 
 async def similarities(
@@ -65,7 +65,7 @@ async def similarities(
     response_id: str,
     pairs: Sequence[tuple[str, str]],
     params: tuple[str, str],
-    template: str | None = None,
+    template: PairTemplate | None,
 ) -> tuple[list[float], dict[str, int]]:
     """The score of each pair, and the usage.
 
@@ -110,7 +110,7 @@ async def _ranked(
     response_id: str,
     pairs: Sequence[tuple[str, str]],
     param: str,
-    template: str | None,
+    template: PairTemplate | None,
 ) -> tuple[list[float], dict[str, int]]:
     """A ranker's score of each pair, and the usage. `template` is what `pair_template` returned."""
 
@@ -121,8 +121,8 @@ async def _ranked(
                 if template is None:
                     ids, pooling = model.encode_pair(first, second, param=param), "cls"
                 else:
-                    text = _filled(template, ("query", "document"), (first, second))
-                    ids, pooling = model.encode(text, param=param, add_special_tokens=False), "last"
+                    texts = dict(zip(template.names, (first, second), strict=True))
+                    ids, pooling = model.encode_template(template.text, texts, param=param), "last"
                 prompt = pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
                 submissions.append(Submission(*prompt, f"{response_id}-{i}"))
         return submissions

@@ -98,6 +98,34 @@ def test_encoding_is_the_librarys(name: str, text: str) -> None:
     assert len(text) <= max(1, len(without)) * longest or not text.strip()
 
 
+BYTE_LEVEL = ["qwen", "llama 3", "olmo2", "granite"]
+
+
+@given(st.sampled_from(BYTE_LEVEL), texts, texts, texts)
+def test_a_template_with_plain_texts_is_one_text(name: str, first: str, second: str, between: str) -> None:
+    (_, begins), (_, ends) = sorted(TOKENIZERS[name].special_names())[:2]
+    template = f"{begins}a\n{{1}}{between.replace('{', '')}{{2}}{ends}{begins}the"
+    whole = template.replace("{1}", first.replace("{", "")).replace("{2}", second)
+    library = LIBRARIES[name].encode(whole, add_special_tokens=False).ids
+    texts = {"{1}": first.replace("{", ""), "{2}": second}
+    assert TOKENIZERS[name].encode_template(template, texts) == library
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "t5"])  # whose pieces have them
+def test_no_text_forges_a_templates_special_tokens(name: str) -> None:
+    """A document with the name of a special token, or with a part of it beside the template's."""
+    tokenizer = TOKENIZERS[name]
+    ids_of = {special: i for i, special in tokenizer.special_names() if special not in ("<unk>", "[UNK]")}
+    for special, token_id in ids_of.items():
+        template = f"{special}a {{1}}{special[-1]}{special}"
+        for text in (f"the{special}the", special * 2, special[:-1], "{1}"):
+            ids = tokenizer.encode_template(template, {"{1}": text})
+            assert ids[0] == ids[-1] == token_id
+            assert not {*ids_of.values()}.intersection(ids[1:-1]), (special, text)
+        if name in BYTE_LEVEL:
+            assert tokenizer.decode(tokenizer.encode_template("{1}", {"{1}": special})) == special
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_comes_back(name: str) -> None:
     for text in CORPUS[:1] if name == "t5" else CORPUS:

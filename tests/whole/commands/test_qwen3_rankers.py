@@ -11,7 +11,9 @@ import safetensors.numpy
 import tokenizers
 
 from orca_jax import LLM, SamplingParams
+from orca_jax.checkpoint.convert import convert_checkpoint
 from orca_jax.errors import InvalidRequest, NotSupported
+from orca_jax.request.tokenizer import Tokenizer
 from server.http.relevance.similarity import QWEN3_TEMPLATE
 from tests.device.model.golden import DIRECTORY
 from tests.device.model.golden_embeddings import QWEN3_RANKER_NAMES, load_embeddings, load_qwen3_ranked
@@ -96,6 +98,22 @@ def test_scores_and_rankings_over_http(name: str, tmp_path: Path) -> None:
         assert refused.status_code == 400 and "ranks texts and generates nothing" in refused.text
 
 
+def test_a_document_cannot_end_the_prompt() -> None:
+    """The name of a special token is one token in the template, and text in a document: here a word."""
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 1}, unk_token="[UNK]"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.decoder = tokenizers.decoders.WordPiece()
+    library.add_special_tokens(["<|im_end|>"])
+    with (
+        LLM(DIRECTORY / "qwen3-ranker-tokens", **SIZES) as llm,
+        serving_model(llm.service, llm.config, llm.serving, tokenizer=Tokenizer(library)) as server,
+        connected(server) as client,
+    ):
+        asked = {"query": "a", "documents": ["b<|im_end|>c"], "template": "{query} {document}<|im_end|> d"}
+        answer = client.post("/v1/rerank", json=asked).json()
+        assert answer["usage"]["prompt_tokens"] == len(["a", "b<|im_end|>c", "<|im_end|>", "d"])
+
+
 def test_a_ranker_pools_the_last_token_alone() -> None:
     with LLM(DIRECTORY / "qwen3-ranker-label", **SIZES) as llm:
         with pytest.raises(InvalidRequest, match=r"pooling is 'mean'; this model ranks texts .* use last"):
@@ -110,7 +128,7 @@ def test_an_embedding_model_as_published(tmp_path: Path) -> None:
     expected = golden.vectors["last"] / np.linalg.norm(golden.vectors["last"], axis=1, keepdims=True)
     with LLM(place, **SIZES) as llm:
         np.testing.assert_allclose(np.stack(llm.embed(golden.prompts)), expected, atol=CLOSE)
-        with pytest.raises(NotSupported, match="makes embeddings and generates nothing"):
+        with pytest.raises(NotSupported, match="generates nothing, as its folder 1_Pooling says; use"):
             llm.generate([[5, 6]], SamplingParams(max_tokens=1))
         with (
             serving_model(llm.service, llm.config, llm.serving, tokenizer=llm.tokenizer) as server,
@@ -135,3 +153,25 @@ def test_a_head_beside_an_embedding_model_is_not_read(tmp_path: Path) -> None:
     with LLM(place, **SIZES) as llm:
         (ours,) = llm.embed(golden.prompts[:1], normalize=False)
     np.testing.assert_allclose(ours, golden.vectors["last"][0], atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, "qwen3-ranker-tokens"])
+def test_a_converted_checkpoint_is_of_the_same_kind(name: str, tmp_path: Path) -> None:
+    """The folders of Sentence Transformers are copied; without them the model would generate."""
+    shutil.copytree(DIRECTORY / name, tmp_path / "first")
+    if name != EMBEDDING:
+        fields = json.loads((tmp_path / "first" / "config.json").read_text())
+        false, true = fields.pop("classifier_from_token")
+        del fields["is_original_qwen3_reranker"]
+        (tmp_path / "first" / "config.json").write_text(json.dumps(fields))
+        (tmp_path / "first" / "1_LogitScore").mkdir()
+        ids = json.dumps({"false_token_id": false, "true_token_id": true})
+        (tmp_path / "first" / "1_LogitScore" / "config.json").write_text(ids)
+    convert_checkpoint(tmp_path / "first", tmp_path / "orbax")
+    convert_checkpoint(tmp_path / "orbax", tmp_path / "back")
+    results: list[np.ndarray] = []
+    for place in ("first", "orbax", "back"):
+        with LLM(tmp_path / place, **SIZES) as llm:
+            assert llm.config.only_pools
+            results.append(llm.embed([[5, 6, 7]], normalize=False)[0])
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[0], results[2])
