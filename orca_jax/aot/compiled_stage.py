@@ -174,7 +174,7 @@ def described_caches(
         return described_array(shape, place, dtype)
 
     def state(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-        return described_array(shape, part.group.place(), dtype)
+        return described_array(shape, place, dtype)
 
     return [
         layer_memory(

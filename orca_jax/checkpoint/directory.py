@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from orca_jax.checkpoint import gguf as gguf_checkpoint
 from orca_jax.checkpoint import huggingface as hf_checkpoint
 from orca_jax.checkpoint import orbax as orbax_checkpoint
+from orca_jax.checkpoint.ordered_rows import in_order_of_shares
 from orca_jax.checkpoint.shard_reader import Place, Plane, Source, bytes_read, put, read_whole
 from orca_jax.errors import ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import HFConfig, read_hf_config
@@ -58,6 +59,7 @@ def load_checkpoint(
     dtype: DTypeLike,
     vocab_multiple: int = 1,
     kv_repeats: int = 1,
+    state_shares: int = 1,
     packed: bool = False,
     forms: Mapping[str, WeightForm] | None = None,
     placements: Sequence[Placement] | None = None,
@@ -69,8 +71,9 @@ def load_checkpoint(
     The directory has config.json and either model.safetensors or model.safetensors.index.json with its files
     (if both exist, the single file is read, as in transformers); or it is an Orbax checkpoint with orca.json
     or config.json. The weights are converted to `dtype`: float32, bfloat16 or float16. `vocab_multiple` pads
-    the vocabulary's rows with zeros, and each K/V head is read `kv_repeats` times (ModelConfig). With
-    `packed` experts stay in MXFP4; `forms` has the forms of weights by name, by default the checkpoint's.
+    the vocabulary's rows with zeros, each K/V head is read `kv_repeats` times, and the rows of recurrent
+    layers are in the order of `state_shares` devices (ModelConfig). With `packed` experts stay in MXFP4;
+    `forms` has the forms of weights by name, by default the checkpoint's.
 
     `placements` maps parameter names to shardings, for each stage of this process. Parameters that no stage
     names are not read; a tied embedding, which two stages name, is read once. Without `placements` there is
@@ -83,7 +86,9 @@ def load_checkpoint(
     target = np.dtype(dtype)
     if target not in _DTYPES:
         raise ConfigError(f"dtype is {target.name}; it must be float32, bfloat16 or float16")
-    model, parts = find_parameters(directory, kv_repeats, packed=packed, forms=forms, read=read)
+    model, parts = find_parameters(
+        directory, kv_repeats, state_shares=state_shares, packed=packed, forms=forms, read=read
+    )
     config = replace(model, vocab_multiple=vocab_multiple)
     table = parameter_table(config)
 
@@ -170,20 +175,36 @@ def find_parameters(
     directory: Path,
     kv_repeats: int = 1,
     *,
+    state_shares: int = 1,
     packed: bool = False,
     forms: Mapping[str, WeightForm] | None = None,
     read: ReadConfig = read_hf_config,
 ) -> tuple[ModelConfig, dict[str, Source]]:
     """Find the model in a directory and how each parameter is stored; check everything, and read no weight.
 
-    The model has each K/V head `kv_repeats` times, with `packed` experts in MXFP4, and its weights in
-    `forms`, by default in those that the checkpoint has. A reader of packed checkpoints gives the model its
-    forms (ModelConfig.with_forms), and so does what reads only metadata (model_files/found_model.py), so that
+    The model has each K/V head `kv_repeats` times, the rows of recurrent layers in the order of
+    `state_shares` devices, with `packed` experts in MXFP4, and its weights in `forms`, by default in those
+    that the checkpoint has. A reader of packed checkpoints gives the model its forms
+    (ModelConfig.with_forms), and so does what reads only metadata (model_files/found_model.py), so that
     plans know them. For each weight in a form that the checkpoint has it gives a Source of planes
     (shard_reader.py); where `forms` asks for another form than the checkpoint's, the Source is Parts of the
     dense numbers. `read` reads the config of a Hugging Face directory; a head's reads that of a part of it.
     Raises a CheckpointError, or ConfigError for a model without experts to pack.
     """
+    stored, sources = _find_stored(directory, kv_repeats, packed=packed, forms=forms, read=read)
+    model = stored.with_state_shares(state_shares)
+    return model, in_order_of_shares(sources, stored, model)
+
+
+def _find_stored(
+    directory: Path,
+    kv_repeats: int,
+    *,
+    packed: bool,
+    forms: Mapping[str, WeightForm] | None,
+    read: ReadConfig,
+) -> tuple[ModelConfig, Mapping[str, Source]]:
+    """Find the model, with a checkpoint's order of rows, and how each parameter is stored."""
     if is_gguf(directory):
         if packed:
             raise UnsupportedModel(f"{shown(directory)} is a GGUF file, which is held as it is stored")
@@ -191,8 +212,7 @@ def find_parameters(
     if has_array_tree(directory):
         if packed or read_description(directory).model.has_packed_experts:
             raise UnsupportedModel(f"{shown(directory)} is an Orbax checkpoint, which has no packed experts")
-        model, parts = orbax_checkpoint.find_parameters(directory, kv_repeats, forms)
-        return model, dict(parts)
+        return orbax_checkpoint.find_parameters(directory, kv_repeats, forms)
     hf_config = read(directory)
     model = hf_config.model.with_packed_experts() if packed else hf_config.model
     model = model if forms is None else model.with_forms(forms)

@@ -28,7 +28,14 @@ from orca_jax.families.adapters import adaptable, extra_of, is_by_expert, part_s
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.family import Family
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import FLAT_HEADS, HEAD, TOKEN_EMBEDDING, Parameter, attention_of
+from orca_jax.families.parameters import (
+    FLAT_HEADS,
+    HEAD,
+    TOKEN_EMBEDDING,
+    Parameter,
+    attention_of,
+    share_rows,
+)
 from orca_jax.families.stored_name import StoredName, head_places, size_of_heads
 from orca_jax.families.strict_json import read_object, shown
 
@@ -349,8 +356,8 @@ class _Reader:
             pair = self._of_vocabulary(a, b, rank, scale, parameter, is_head=extra == "head")
             self._found[target.name] = {0: pair}
         else:
-            attention = attention_of(self._config, target.name)
-            pair = _pair(a, b, target, rank, scale, attention, self._dtype)
+            attention, rows = attention_of(self._config, target.name), share_rows(self._config, target.name)
+            pair = _pair(a, b, target, rank, scale, attention, rows, self._dtype)
             self._found.setdefault(target.name, {}).update(pair)
 
     def _of_vocabulary(
@@ -463,12 +470,17 @@ def _pair(
     rank: int,
     scale: float,
     attention: Attention,
+    rows: tuple[int, ...] | None,
     dtype: np.dtype,
 ) -> dict[int, Low]:
-    """The changes of the parts that the tensor has. Raises BadAdapter or CorruptFile."""
+    """The changes of the parts that the tensor has, with its `rows` in this order.
+
+    Raises BadAdapter or CorruptFile.
+    """
     parameter, stored = target.parameter, target.stored
     shapes = stored_shapes(parameter, replace(stored, transpose=False), attention)
     n_out, n_in = shapes[target.tensor]
+    n_out = n_out if rows is None else max(rows) + 1
     into, out = parameter.shape[-parameter.n_in :], parameter.shape[: -parameter.n_in]
     down = _read(a, (rank, n_in)).astype(np.float32)
     up = _read(b, (n_out, rank)).astype(np.float32) * np.float32(scale)
@@ -477,7 +489,7 @@ def _pair(
         down = down.reshape(rank, *into)
         if len(stored.names) > 1:  # each tensor is one part
             return {target.tensor: _low(down, up.reshape(sizes[target.tensor], *out[1:], rank), a, b, dtype)}
-        up = up.reshape(*out, rank)
+        up = (up if rows is None else up[np.array(rows)]).reshape(*out, rank)
         parts = dict[int, Low]()
         for i, size in enumerate(sizes):
             parts[i] = _low(down, up[first : first + size], a, b, dtype)
@@ -495,8 +507,8 @@ def _pair(
         first += size
         if slices[0][0].tensor == target.tensor:
             order = np.array([[place.head for place in heads] for heads in slices])
-            rows = by_head[order].reshape(size, *out[1:], rank)
-            parts[i] = _low(down.reshape(rank, *into), rows, a, b, dtype)
+            of_heads = by_head[order].reshape(size, *out[1:], rank)
+            parts[i] = _low(down.reshape(rank, *into), of_heads, a, b, dtype)
     return parts
 
 

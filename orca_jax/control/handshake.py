@@ -140,7 +140,7 @@ def model_digest(config: ModelConfig) -> str:
 
     Leaves out special tokens and what depends on the devices that share a stage.
     """
-    shape = asdict(config.with_kv_heads(1))
+    shape = asdict(config.as_stored())
     for name in ("vocab_multiple", "bos_token_id", "eos_token_ids"):
         del shape[name]
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:32]

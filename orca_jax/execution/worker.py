@@ -108,7 +108,7 @@ class Worker:
         cache_place = group.place(CACHE_SPEC)
         self.stored = self.attention.stored(group.devices[0], self._dtype)
         self._cache_place = cache_place
-        self._empty, self._empty_state = _zeros(cache_place), _zeros(self._place)
+        self._empty, self._empty_state = _zeros(cache_place), _zeros(cache_place)
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
         self._recurrent = [
@@ -116,7 +116,7 @@ class Worker:
         ]  # the places in `_caches` that have states
         # The place in `_caches` of what the last layer reads.
         self._last_cache = config.memory_of(part.layers[-1]) - part.layers[0]
-        copy = jax.jit(copy_state, donate_argnums=0, out_shardings=self._place)
+        copy = jax.jit(copy_state, donate_argnums=0, out_shardings=cache_place)
         self._copy_state = Program(copy, key=lambda *_: ())
         self._caches: list[LayerMemory] = []
         self.host: HostBlocks | None = None
@@ -372,7 +372,7 @@ class Worker:
             return paged_arrays.setdefault((shape, dtype), self._paged_like(shape, dtype))
 
         def state_like(shape: tuple[int, ...], dtype: Any) -> Any:
-            one = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+            one = jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_place)
             return states.setdefault((shape, dtype), one)
 
         caches = self._memory(paged_like, state_like)

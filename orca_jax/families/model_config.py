@@ -560,6 +560,17 @@ class ModelConfig:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
+    def recurrences(self) -> tuple[Recurrence, ...]:
+        """The distinct recurrent mixers."""
+        found = (layer.recurrence for layer in self.layers)
+        return tuple(dict.fromkeys(each for each in found if each is not None))
+
+    @property
+    def n_state_shares(self) -> int:
+        """The number of devices in whose order the rows of recurrent layers are."""
+        return max((each.n_shares for each in self.recurrences), default=1)
+
+    @property
     def has_state(self) -> bool:
         """Whether any layer is recurrent, so that each request has a state of fixed size."""
         return any(layer.recurrence is not None for layer in self.layers)
@@ -729,6 +740,21 @@ class ModelConfig:
             return self
         return self._with_layers(lambda layer: layer.with_kv_heads(repeats))
 
+    def with_state_shares(self, n: int) -> "ModelConfig":
+        """The same model with the rows of recurrent layers in the order of `n` devices."""
+        if all(each.n_shares == n for each in self.recurrences):
+            return self
+
+        def shared(layer: Layer) -> Layer:
+            own = layer.recurrence
+            return layer if own is None else replace(layer, recurrence=replace(own, n_shares=n))
+
+        return self._with_layers(shared)
+
+    def as_stored(self) -> "ModelConfig":
+        """The same model with heads and rows as a checkpoint has them, for one device."""
+        return self.with_kv_heads(1).with_state_shares(1)
+
     def with_kv_code(self, code: KVCode) -> "ModelConfig":
         """The same model whose caches hold keys and values in eight bits. Raises ConfigError.
 
@@ -749,13 +775,9 @@ class ModelConfig:
         """The model as the `n_devices` of a stage hold it, with equal shares of heads and vocabulary.
 
         The vocabulary is padded, and K/V heads are repeated until they are a multiple of the devices. Raises
-        ConfigError unless the devices can share the query heads, or where layers are recurrent.
+        ConfigError unless the devices can share the query heads, and those of recurrent layers.
         """
-        if n_devices > 1 and self.has_state:
-            raise ConfigError(
-                f"tensor_parallel is {n_devices}, and the model has recurrent layers, whose states are not "
-                "split over devices yet; use tensor_parallel=1, with pipeline_parallel for more devices"
-            )
+        self._check_shares(n_devices)
         stored = {each.n_kv_heads // each.kv_repeats for each in self.attentions}
         repeats = {math.lcm(n, n_devices) // n for n in stored}
         if len(repeats) > 1:
@@ -765,10 +787,25 @@ class ModelConfig:
             )
         if any(self.n_heads % math.lcm(n, n_devices) for n in stored):
             raise ConfigError(f"{self.n_heads} heads cannot be split over {n_devices} devices")
-        model = self.with_kv_heads(repeats.pop())
+        model = self.with_kv_heads(repeats.pop()).with_state_shares(n_devices)
         if model.padded_vocab_size % n_devices == 0:
             return model
         return replace(model, vocab_multiple=math.lcm(self.vocab_multiple, n_devices))
+
+    def _check_shares(self, n_devices: int) -> None:
+        """Raise ConfigError unless the devices can share every recurrent mixer."""
+        mixers = self.recurrences
+        wrong = next((each for each in mixers if not each.divides(n_devices)), None)
+        if wrong is not None:
+            possible = [
+                n
+                for n in range(1, self.n_heads + 1)
+                if self.n_heads % n == 0 and all(each.divides(n) for each in mixers)
+            ]
+            raise ConfigError(
+                f"tensor_parallel is {n_devices}, and recurrent layers have {wrong.sizes_in_words}; use one "
+                f"of {', '.join(map(str, possible))}, with pipeline_parallel for more devices"
+            )
 
 
 def _heads(attention: Attention, *, alike: bool) -> tuple[int | Latent | None, ...]:

@@ -36,6 +36,9 @@ Latent attention keeps a checkpoint's order of heads. `q_b` [N Q, A] (without co
 for each head its unrotated rows, then its rotated rows; `kv_b` [N M, C] has for each head the rows of its
 key, then of its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device holds them whole.
 
+A recurrent mixer is split by heads too: R, O, I and B. Where a projection or a convolution has several kinds
+of rows, such as queries, keys and values, the rows are in the order of devices (`share_rows`).
+
 Devices share experts either by splitting each expert's F or by holding whole experts: `split_axis` has the
 rule, which depends on sizes alone. Either way one sum follows (model/token_slices.py has another way).
 
@@ -44,7 +47,7 @@ An encoder's layers are `encoder.layers.{i}`; the first stage has all of them an
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -57,7 +60,13 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig, ReadStates
 from orca_jax.families.norm_config import Norm
-from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
+from orca_jax.families.recurrence_config import (
+    GatedDeltaNet,
+    Mamba2,
+    Recurrence,
+    Segments,
+    ShortConvolution,
+)
 from orca_jax.families.weight_form import (
     DENSE,
     EXACT,
@@ -68,7 +77,7 @@ from orca_jax.families.weight_form import (
     form_of,
 )
 
-SPLIT = frozenset("VKFSN")
+SPLIT = frozenset("VKFSNBIRO")
 _HEADS = frozenset("KN")
 # The smallest part of an expert that keeps a matrix unit busy: a tile of a GPU, eight vectors of a CPU.
 EXPERT_SHARE = 128
@@ -393,6 +402,47 @@ def _of_recurrence(layer: Layer, own: Recurrence, sizes: Mapping[str, int]) -> d
     if conv_bias:
         found["conv.bias"] = _parameter(("B",), sizes, "zeros", "bias")
     return found | rest
+
+
+def share_rows(config: ModelConfig, name: str) -> tuple[int, ...] | None:
+    """The checkpoint's row of each row of a weight; None where they are the same.
+
+    Shares of a recurrent mixer follow one another, each with its part of every kind of row. Devices that
+    share a group of Mamba-2 have its rows of B and C each.
+    """
+    pattern, layer = in_layers(name)
+    own = layers_with(config, pattern)[int(layer)].recurrence if layer else None
+    if own is None or isinstance(own, ShortConvolution) or own.n_shares == 1:
+        return None
+    weight = pattern.rpartition("{i}.")[2].rpartition(".")[0]
+    if weight == "conv" or (isinstance(own, GatedDeltaNet) and weight == "delta_in" and not own.by_key_head):
+        return _rows_by_share(own.channel_segments, own.n_shares)
+    if isinstance(own, Mamba2) and weight == "space_in":
+        return _rows_by_share(own.row_segments, own.n_shares)
+    return None
+
+
+def runs_of(rows: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Runs of neighbouring rows among `rows`: the place in `rows`, the first row, and how many."""
+    runs: list[tuple[int, int, int]] = []
+    for at, row in enumerate(rows):
+        if runs and row == sum(runs[-1][1:]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((at, row, 1))
+    return runs
+
+
+@lru_cache(maxsize=64)
+def _rows_by_share(segments: Segments, n_shares: int) -> tuple[int, ...]:
+    rows: list[int] = []
+    for share in range(n_shares):
+        begin = 0
+        for n, size in segments:
+            first = begin + share * n // n_shares * size
+            rows += range(first, first + max(1, n // n_shares) * size)
+            begin += n * size
+    return tuple(rows)
 
 
 _Parts = tuple[dict[str, Parameter], dict[str, Parameter]]  # before the convolution, and after it

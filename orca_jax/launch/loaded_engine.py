@@ -71,6 +71,7 @@ def load_stages(
         dtype=dtype,
         vocab_multiple=model.vocab_multiple,
         kv_repeats=model.attention.kv_repeats,
+        state_shares=model.n_state_shares,
         packed=model.has_packed_experts,
         forms=model.weight_forms,
         placements=placements,

@@ -183,6 +183,7 @@ def _weights(
         dtype=dtype,
         vocab_multiple=model.vocab_multiple,
         kv_repeats=model.attention.kv_repeats,
+        state_shares=model.n_state_shares,
         packed=model.has_packed_experts,
         forms=model.weight_forms,
         placements=[placement],

@@ -24,7 +24,7 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head
-from orca_jax.families.parameters import Parameter, attention_of, parameter_table
+from orca_jax.families.parameters import Parameter, attention_of, parameter_table, share_rows
 from orca_jax.families.stored_name import engine_order
 from orca_jax.families.strict_json import read_object, shown
 from orca_jax.families.weight_form import Dense
@@ -41,7 +41,12 @@ from orca_jax.launch.new_weights import (
 )
 from orca_jax.model_files.weight_files import SINGLE
 from orca_jax.sharding.pieces import moved
-from orca_jax.sharding.random_parameters import parts_of_heads, with_flat_heads, with_repeated_heads
+from orca_jax.sharding.random_parameters import (
+    parts_of_heads,
+    parts_of_rows,
+    with_flat_heads,
+    with_repeated_heads,
+)
 from orca_jax.sharding.specs import in_form, place_of_dense
 from orca_jax.user_model.decoder import ModuleShapes
 
@@ -230,7 +235,13 @@ def checked_directory(directory: Path, model: ModelConfig) -> dict[str, Source]:
     Raises a CheckpointError; TensorMismatch if the checkpoint is of another model.
     """
     read = read_hf_config if model.reads is None else next_token_head
-    found, parts = find_parameters(directory, model.attention.kv_repeats, forms=model.weight_forms, read=read)
+    found, parts = find_parameters(
+        directory,
+        model.attention.kv_repeats,
+        state_shares=model.n_state_shares,
+        forms=model.weight_forms,
+        read=read,
+    )
     # The end-of-sequence tokens may come from other files, and padding and states are what the devices hold.
     same = ("eos_token_ids", "vocab_multiple", "kept_states")
     found = replace(found, **{name: getattr(model, name) for name in same})
@@ -252,8 +263,8 @@ def _read_whole(tensor: StoredTensor) -> np.ndarray:
     return values.reshape(tensor.shape)
 
 
-# A weight as stored, its shape on the devices, and the attention of its layer.
-_Kind = tuple[Parameter, tuple[int, ...], Attention]
+# A weight as stored, its shape on the devices, the attention of its layer, and the order of its rows.
+_Kind = tuple[Parameter, tuple[int, ...], Attention, tuple[int, ...] | None]
 
 
 class _Fitting:
@@ -282,6 +293,8 @@ class _Fitting:
         if is_flat or (self._repeats and self._has_heads(stored)):
             parts, slices = parts_of_heads(stored, attention_of(self._model, name), flat=is_flat)
             without = slices if is_flat else None
+        elif (rows := share_rows(self._model, name)) is not None:
+            parts = parts_of_rows(rows, stored.shape)
         return moved(value, place, dtype, shape=held, parts=parts, without=without)
 
     def merged(self, name: str, base: jax.Array, adapter: Adapter, scale: float) -> jax.Array:
@@ -298,12 +311,20 @@ class _Fitting:
 
     def _kind(self, name: str) -> _Kind:
         """The key of the program that converts this weight; the same in all layers that are alike."""
-        return self._stored[name], self._held[name].shape, attention_of(self._model, name)
+        rows = share_rows(self._model, name)
+        return self._stored[name], self._held[name].shape, attention_of(self._model, name), rows
 
     def _fit(
-        self, value: jax.Array, stored: Parameter, shape: tuple[int, ...], attention: Attention
+        self,
+        value: jax.Array,
+        stored: Parameter,
+        shape: tuple[int, ...],
+        attention: Attention,
+        rows: tuple[int, ...] | None,
     ) -> jax.Array:
-        if self._repeats and len(value.shape) == len(shape) and self._has_heads(stored):
+        if rows is not None:
+            value = value[np.array(rows)]
+        elif self._repeats and len(value.shape) == len(shape) and self._has_heads(stored):
             value = with_repeated_heads(value, stored, attention)
         elif len(value.shape) > len(shape):
             return with_flat_heads(value, stored, attention.repeated(1))

@@ -3,7 +3,7 @@
 An `Iteration` serves all layers. A `Context` is one layer's, which leaves its cache and chosen experts there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -209,6 +209,11 @@ class Context:
     @state.setter
     def state(self, new: LayerState) -> None:
         self.held = with_state(self.held, new)
+
+    @property
+    def joining(self) -> Shard:
+        """The shard that sums the devices' parts of all tokens, as a recurrent mixer needs it."""
+        return replace(self.shard, joined=self.shard.total)
 
     def wanted(self, x: jax.Array) -> jax.Array:
         """Select the tokens that continue after attention: [T, H] to [R, H], or to this device's slice."""

@@ -16,7 +16,7 @@ class GatedDeltaNetMixer(nnx.Module):
     """The projections, the convolution and the norm around the gated delta rule."""
 
     def __init__(self, config: GatedDeltaNet, p: Weights) -> None:
-        self.config = config
+        self.config = config.share
         self.into = linear_of(p, "delta_in")
         self.gates = linear_of(p, "delta_gates") if config.by_key_head else None
         names = () if config.by_key_head else ("delta_z", "delta_b", "delta_a")
@@ -31,7 +31,7 @@ class GatedDeltaNetMixer(nnx.Module):
         assert ctx.rows is not None
         config, product, dtype = self.config, ctx.tokens.product, x.dtype
         qkv, z, strength, step = self._projected(x, ctx)
-        qkv, conv = causal_convolution(qkv, self.conv[...], None, ctx.state["conv"], ctx.rows)
+        qkv, conv = causal_convolution(qkv, self.conv[...], None, ctx.state["conv"][:, 0], ctx.rows)
         q, k, v = jnp.split(jax.nn.silu(qkv).astype(dtype), [config.keys, 2 * config.keys], axis=1)
         q, k = (_normal(each.reshape(len(x), config.n_key_heads, -1)) for each in (q, k))
         per_step = -jnp.exp(self.decay[...].astype(jnp.float32))
@@ -45,10 +45,10 @@ class GatedDeltaNetMixer(nnx.Module):
             ctx.state["heads"],
             ctx.rows,
         )
-        ctx.state = {"conv": conv, "heads": heads}
+        ctx.state = {"conv": conv[:, None], "heads": heads}
         z = z.reshape(out.shape).astype(jnp.float32)
         out = (self.norm(out.astype(dtype)).astype(jnp.float32) * jax.nn.silu(z)).astype(dtype)
-        return self.out(out.reshape(len(x), -1), product)
+        return self.out(out.reshape(len(x), -1), product, ctx.joining)
 
     def _projected(self, x: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [T, channels]; gates [T, values]; strengths and decays [T, N]."""

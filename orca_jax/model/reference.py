@@ -179,6 +179,7 @@ def forward(
 
     def recurrence(layer: Recurrence, name: str, value: jax.Array) -> jax.Array:
         """Run a recurrence a token at a time."""
+        assert layer.n_shares == 1, "the rows of weights must be in a checkpoint's order"
         match layer:
             case ShortConvolution():
                 return short_convolution(layer, name, value)

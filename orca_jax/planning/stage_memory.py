@@ -237,7 +237,7 @@ def _elements_per_token(
     feed_forward = _elements_of_feed_forward(hidden, layer, n_devices, cpu=cpu)
     own = layer.attention
     if layer.recurrence is not None:
-        return max(feed_forward, hidden + layer.recurrence.elements_per_token)
+        return max(feed_forward, hidden + layer.recurrence.share.elements_per_token)
     if own is None or own.latent is None:
         return feed_forward
     n_heads = own.n_heads // n_devices

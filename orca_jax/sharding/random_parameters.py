@@ -1,7 +1,8 @@
 """Random weights, drawn directly on their devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import ModelConfig
-from orca_jax.families.parameters import Parameter, attention_of, parameter_table
+from orca_jax.families.parameters import Parameter, attention_of, parameter_table, runs_of, share_rows
 from orca_jax.families.stored_name import engine_order, head_places, size_of_heads
 from orca_jax.families.weight_form import DENSE
 from orca_jax.model.transformer import Parameters, init_parameter
@@ -20,16 +21,25 @@ from orca_jax.sharding.pieces import Box, Part
 
 def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placement: Placement) -> Parameters:
     """Draw parameters on the devices of `placement`; the values do not depend on how the model is split."""
-    stored = config.with_kv_heads(1)
+    stored = config.as_stored()
     table = parameter_table(stored)
     keys = dict(zip(table, jax.random.split(jax.random.key(seed), len(table)), strict=True))
 
     @cache
     def drawing(
-        parameter: Parameter, attention: Attention | None, places: tuple[Any, ...], tree: Any
+        parameter: Parameter,
+        attention: Attention | None,
+        rows: tuple[int, ...] | None,
+        places: tuple[Any, ...],
+        tree: Any,
     ) -> Callable[..., Any]:
-        """One program for equal parameters of all layers; K/V heads are repeated as in `attention`."""
+        """One program for equal parameters of all layers.
+
+        K/V heads are repeated as in `attention`, and rows are in the order of `rows`.
+        """
         arranged = attention and partial(with_repeated_heads, parameter=parameter, attention=attention)
+        if rows is not None:
+            arranged = itemgetter(np.array(rows))
 
         def draw(key: jax.Array) -> Any:
             return init_parameter(parameter, key, dtype, arranged)
@@ -43,7 +53,8 @@ def random_parameters(config: ModelConfig, seed: int, dtype: jnp.dtype, placemen
         if parameter.form == DENSE and not repeats:  # its axes do not matter then
             parameter = Parameter((), parameter.shape, parameter.initial, "linear")
         leaves, tree = jax.tree.flatten(places)
-        return drawing(parameter, own if repeats else None, tuple(leaves), tree)(keys[name])
+        rows = share_rows(config, name)
+        return drawing(parameter, own if repeats else None, rows, tuple(leaves), tree)(keys[name])
 
     return {name: draw(name, places) for name, places in placement.items()}
 
@@ -86,6 +97,12 @@ def parts_of_heads(parameter: Parameter, attention: Attention, *, flat: bool) ->
             to = box(to_slice if has_slices else None, to_head)
             parts.append((to, box(from_slice if has_slices else None, from_head)))
     return parts, first
+
+
+def parts_of_rows(rows: Sequence[int], shape: tuple[int, ...]) -> list[Part]:
+    """Rows in another order (parameters.share_rows) as parts of the stored array of this shape."""
+    others = [(0, n) for n in shape[1:]]
+    return [(((at, at + n), *others), ((first, first + n), *others)) for at, first, n in runs_of(rows)]
 
 
 def with_flat_heads(value: jax.Array, parameter: Parameter, attention: Attention) -> jax.Array:

@@ -11,7 +11,8 @@ from orca_jax.families.weight_form import Dense, HeldArray
 from orca_jax.model.weight import held, kind_of
 from orca_jax.sharding.device_group import TENSOR
 
-# Keys or values of a layer, [n_blocks, K, B, D], or their scales, [n_blocks, K, B].
+# Keys or values of a layer, [n_blocks, K, B, D], or their scales, [n_blocks, K, B]; states of a recurrent
+# layer, [n_states, N, ...] with heads or shares (Recurrence.state_shapes).
 CACHE_SPEC = PartitionSpec(None, TENSOR)
 
 
