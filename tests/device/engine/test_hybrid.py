@@ -270,8 +270,8 @@ def test_a_prompts_tokens_are_scored_after_a_recurrent_last_layer(
 
 
 def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel is 2, and the model has recurrent layers"):
-        ATTENDING_LAST.for_devices(2)
+    with pytest.raises(ConfigError, match="tensor_parallel is 3, and recurrent layers have convolutions of 20"):
+        ATTENDING_LAST.for_devices(3)
     with pytest.raises(ConfigError, match="a model without any attention layer is not supported"):
         hybrid(convolving())
     room = StageRoom(layers=range(2), n_devices=1, itemsize=4, attention="native", free=None, modest=1 << 30)

@@ -79,10 +79,6 @@ def test_an_engine_allocates_the_planned_memory(model: ModelConfig, n_stages: in
 def test_the_weights_of_every_preset_are_split_as_planned(name: str, n_stages: int, tensor: int) -> None:
     if PRESETS[name].n_heads % tensor:
         pytest.skip(f"{PRESETS[name].n_heads} heads do not split over {tensor}")
-    if tensor > 1 and PRESETS[name].has_state:
-        with pytest.raises(ConfigError, match="recurrent layers, whose states are not split"):
-            PRESETS[name].for_devices(tensor)
-        return
     kv_heads = {attention.n_kv_heads for attention in PRESETS[name].attentions}
     if len(kv_heads) > 1 and any(number % tensor for number in kv_heads):
         with pytest.raises(ConfigError, match="where layers differ, it must divide each"):
