@@ -270,7 +270,9 @@ def test_a_prompts_tokens_are_scored_after_a_recurrent_last_layer(
 
 
 def test_what_recurrent_layers_do_not_support_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel is 3, and recurrent layers have convolutions of 20"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel is 3, and recurrent layers have convolutions of 20"
+    ):
         ATTENDING_LAST.for_devices(3)
     with pytest.raises(ConfigError, match="a model without any attention layer is not supported"):
         hybrid(convolving())

@@ -23,6 +23,8 @@ FLOAT = jnp.dtype("float32")
         ("gemma2-caps", 4),  # each query head has its own copy: the heads are flat
         ("gpt-oss-multi-query-tied", 5),  # biases and sinks
         ("olmo2-yarn", 2),  # norms over all queries and keys
+        ("qwen3-5-grouped", 2),  # queries, keys and values of linear attention
+        ("bamba-biases-tied", 3),  # one group of Mamba-2, whose rows each device has
     ],
 )
 def test_the_numbers_of_the_whole(name: str, n_devices: int) -> None:

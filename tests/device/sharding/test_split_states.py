@@ -1,4 +1,4 @@
-"""Recurrent layers over several devices: each has its heads' weights and states; tokens are the reference's."""
+"""Recurrent layers over devices: each has its heads' weights and states, tokens are the reference's."""
 
 from dataclasses import replace
 from typing import Any
