@@ -206,8 +206,10 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
         )
     if target.model.has_state:
         own = [state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages]
+        share = " on each device of its stages" if target.parallel.tensor_parallel > 1 else ""
         console.out(
-            f"Recurrent layers: {sum(own) / 1024:,.1f} KiB of states for each request, whatever its length; "
+            f"Recurrent layers: {sum(own) / 1024:,.1f} KiB of states for each request{share}, whatever its "
+            "length; "
             f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows and "
             f"{sum(stage.memory.snapshots for stage in plan.stages) / _MIB:,.1f} MiB for "
             f"{plan.serving.n_snapshots:,} snapshots in the prefix cache, besides the table below"

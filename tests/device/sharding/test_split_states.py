@@ -17,6 +17,7 @@ from orca_jax.families.parameters import share_rows
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
 from orca_jax.families.rotary import Rotary
 from orca_jax.model import reference
+from orca_jax.model.kv_cache import state_in
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.request.request import Request
@@ -132,7 +133,7 @@ def test_each_device_has_its_heads_states_and_the_planned_bytes(name: str, shape
     parameters = as_held(model, drawn(MODELS[name], 3))
     shape = replace(engine_shape(model, SERVING, n_workers=1), n_rows=5, n_snapshots=3)
     worker = Worker(model, place(model, parameters, [part])[0], shape, part)
-    memories = [getattr(memory, "state", memory) for memory in worker._caches[:2]]
+    memories = [state_in(memory) or {} for memory in worker._caches[:2]]
     for device in part.group.devices:
         held = [
             {
