@@ -197,13 +197,14 @@ class RequestLevelScheduler:
         deliveries: list[Delivery] = []
         for place in self._batch:
             req = place.outer
-            for token_id in place.output_ids():
+            reason = None
+            for n_new, token_id in enumerate(place.output_ids(), start=1):
                 reason = req.accept(token_id)
-                deliveries.append((req, token_id, reason))
                 if reason is not None:
+                    deliveries.append((req, n_new, reason))
                     break
             req.state = RequestState.FINISHED
-            req.finish_reason = deliveries[-1][2]
+            req.finish_reason = reason
             place.inner.state = RequestState.FINISHED
             self.kv.release(place.inner.row)
             self.pool.remove(req)

@@ -147,10 +147,10 @@ def play(
 
     def delivered(deliveries: Sequence[Delivery]) -> None:
         now = clock.now()
-        for request, token_id, reason in deliveries:
+        for request, n_new, reason in deliveries:
             one = live[request]
             counts = one.conversation.counts
-            if token_id is not None:
+            for _ in range(n_new):
                 seen.n_tokens += 1
                 if counts:
                     if one.last:

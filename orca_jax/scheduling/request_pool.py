@@ -17,9 +17,9 @@ from orca_jax.errors import InvalidRequest, QueueFull, ServiceClosed
 from orca_jax.request.request import PLAIN, FinishReason, Request
 from orca_jax.scheduling.waiting_queue import FirstComeQueue, WaitingQueue
 
-# A request, its new token if any, and its finish reason if it ended. A plain tuple for speed, like `Row`:
-# each row of each iteration makes one.
-Delivery = tuple[Request, int | None, FinishReason | None]
+# A request, the number of new tokens at the end of its output, and its finish reason if it ended. A plain
+# tuple for speed, like `Row`: each request of each iteration makes one.
+Delivery = tuple[Request, int, FinishReason | None]
 
 
 class InArrivalOrder:
@@ -284,7 +284,7 @@ class RequestPool:
         if deliveries:
             if self._queue.counts_tokens:
                 with self._lock:
-                    self._queue.served([request for request, token, _ in deliveries if token is not None])
+                    self._queue.served([request for request, n_new, _ in deliveries for _ in range(n_new)])
             self._on_deliveries(deliveries)
 
     # Under the lock.

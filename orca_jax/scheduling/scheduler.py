@@ -10,7 +10,6 @@ as many iterations.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import Literal
 
 from orca_jax.config import ServingConfig
@@ -251,13 +250,14 @@ class Scheduler:
             returned.give_prompts(iteration.rows)
             accepted = _accepted(iteration, returned.answers) if returned.answers else {}
             partial = iteration.partial  # rows of prompt chunks, which sample no token
+            has_partial, has_leaving = bool(partial), bool(leaving)  # tested for each row
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
                 several = accepted.get(i) if accepted else None
                 if several is None and (
-                    (partial and i in partial)
+                    (has_partial and i in partial)
                     or req.ending is not None
-                    or (leaving and req.state is FINISHED)
+                    or (has_leaving and req.state is FINISHED)
                 ):
                     self._take_row_without_tokens(req, deliveries, partial=i in partial)
                     continue
@@ -265,16 +265,15 @@ class Scheduler:
                     req.state = INCREMENT  # line 12
                 if several is None:
                     reason = req.accept(token_id)
-                    deliveries.append((req, token_id, reason))
+                    deliveries.append((req, 1, reason))
                 else:
                     token_ids, reason = several
-                    deliveries += zip(repeat(req), token_ids, repeat(None))
+                    deliveries.append((req, len(token_ids), reason))
                 # Without overlap `_issue` has published the blocks of tokens that are not drafts.
                 if (overlaps or several) and req.n_computed >= req.full_at:
                     publish_full_blocks((req,), self.kv)
                 if reason is not None:  # line 13
                     self.end(req, reason)  # line 14
-                    deliveries[-1] = req, deliveries[-1][1], reason
         finally:  # even if a row raises: users of the rows before it must get their tokens and ends
             self.deliver(deliveries)
         self.in_flight.popleft()  # line 15
@@ -308,7 +307,7 @@ class Scheduler:
             req.kind.end(req)
         self.pool.remove(req)
         self.waiting_again.discard(req)
-        return req, None, reason
+        return req, 0, reason
 
     def release(self, req: Request) -> None:
         """Release the slots of a request that has ended."""
@@ -323,12 +322,10 @@ class Scheduler:
 def _accepted(iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
     """Let the requests that go on take their answers, by place in the batch."""
     rows, partial = iteration.rows, iteration.partial
-    going = {
-        i: req
-        for i in answers
-        if (req := rows[i][0]).ending is None and req.state is not FINISHED and i not in partial
-    }
-    requests, given = [*going.values()], [answers[i] for i in going]
+    going = [i for i in answers if (req := rows[i][0]).ending is None and req.state is not FINISHED]
+    if partial:
+        going = [i for i in going if i not in partial]
+    requests, given = [rows[i][0] for i in going], [answers[i] for i in going]
     accepted = list[Accepted]()
     for cls, some in by_kind(requests):
         accepted += cls.accept_all(requests[some], given[some])

@@ -219,8 +219,8 @@ class Timeline:
         gaps = _times()
         first: list[RequestRecord] = []
         ended: list[tuple[RequestRecord, Request]] = []
-        for request, token_id, finish_reason in deliveries:
-            if token_id is not None:
+        for request, n_new, finish_reason in deliveries:
+            if n_new:
                 times = request.token_times
                 if observed:
                     if times:
@@ -228,6 +228,9 @@ class Timeline:
                     else:
                         first.append(self._live[request.arrival])
                 times.append(now)
+                if n_new > 1:  # they came together
+                    times.extend([now] * (n_new - 1))
+                    gaps.extend([0.0] * (n_new - 1))
             if finish_reason is not None:
                 record = self._live.pop(request.arrival)
                 record.finished = now

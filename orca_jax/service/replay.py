@@ -162,8 +162,8 @@ class Replay:
         )
 
     def _compare_outputs(self, deliveries: Sequence[Delivery]) -> None:
-        for request, token_id, reason in deliveries:
-            self.report.n_tokens += token_id is not None
+        for request, n_new, reason in deliveries:
+            self.report.n_tokens += n_new
             end = self._recording.ends.get(request.arrival)
             if reason is None or end is None or not self._compares_outputs:
                 continue

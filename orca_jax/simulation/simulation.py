@@ -65,6 +65,19 @@ def arrive(
     set_next()
 
 
+# A request, its new token if any, and its finish reason if it ended.
+Shown = tuple[Request, int | None, FinishReason | None]
+
+
+def shown(deliveries: Sequence[Delivery]) -> Iterator[Shown]:
+    """What users see of deliveries that have just come, token by token."""
+    for request, n_new, reason in deliveries:
+        token_ids = request.output_ids[-n_new:] if n_new else []
+        for token_id in token_ids[:-1]:
+            yield request, token_id, None
+        yield request, token_ids[-1] if token_ids else None, reason
+
+
 class Simulation:
     """A service's pool, scheduler and K/V manager with a simulated engine, on one virtual clock.
 
@@ -88,7 +101,7 @@ class Simulation:
         max_records: int | None = None,
         patience: int = PATIENCE,
     ) -> None:
-        self.deliveries: list[Delivery] = []
+        self.deliveries: list[Shown] = []
         self.refused: list[tuple[Request, OrcaError]] = []
         self.clock = VirtualClock()
         self.timeline = Timeline(self.clock.now, max_records=max_records, bucket_sizes=bucket_sizes)
@@ -98,7 +111,7 @@ class Simulation:
             on_arrival=self.timeline.arrived,
             queue=waiting_queue(config.scheduling),
             clock=self.clock.now,
-            on_deliveries=self.deliveries.extend if max_records is None else lambda _: None,
+            on_deliveries=lambda some: self.deliveries.extend(shown(some)) if max_records is None else None,
         )
         self.engine = SimulatedEngine(
             self.clock, n_workers=n_workers, duration=duration, places=places, token=token

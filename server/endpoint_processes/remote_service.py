@@ -134,7 +134,7 @@ class RemoteService(Service):
             output.publish(reason, failure)
             if reason is not None:
                 del self._live[number]
-            deliveries.append((request, None, reason))
+            deliveries.append((request, len(token_ids), reason))
         if self.on_delivered is not None:
             self.on_delivered(deliveries)
         self.end_dropped()
@@ -151,7 +151,7 @@ class RemoteService(Service):
         deliveries = list[Delivery]()
         for output in self._live.values():
             output.publish(FinishReason.ERROR, failure)
-            deliveries.append((output.request, None, FinishReason.ERROR))
+            deliveries.append((output.request, 0, FinishReason.ERROR))
         self._live.clear()
         for number in list(self._asked):
             self._answered(number, failure)

@@ -7,9 +7,10 @@ from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
+from orca_jax.simulation.simulation import Shown, shown
 
 INITIATION, RUNNING, INCREMENT, FINISHED = RequestState
 STOP_TOKEN = 1
@@ -86,11 +87,11 @@ class House:
             deterministic=deterministic,
         )
         self.now = 0.0
-        self.deliveries: list[list[Delivery]] = []
+        self.deliveries: list[list[Shown]] = []
         self.timeline = Timeline(lambda: self.now)
         self.pool = RequestPool(
             max_waiting=100,
-            on_deliveries=lambda some: self.deliveries.append(list(some)),
+            on_deliveries=lambda some: self.deliveries.append(list(shown(some))),
             on_arrival=self.timeline.arrived,
         )
         self.kv = KVManager(

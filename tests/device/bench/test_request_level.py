@@ -14,10 +14,11 @@ from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.model.transformer import init_parameters
 from orca_jax.request.request import Request
-from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.sharding.partition import split_model
+from orca_jax.simulation.simulation import Shown, shown
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, place
 from tests.gpt_config import gpt_config
@@ -66,8 +67,12 @@ def test_the_tokens_are_those_of_orca_and_of_the_reference(n_stages: int, mbs: i
     played: list[list[Request]] = []
     for baseline in (True, False, True):  # and it leaves nothing behind that others stumble over
         timeline = Timeline(time.monotonic)
-        deliveries: list[Delivery] = []
-        pool = RequestPool(max_waiting=99, on_arrival=timeline.arrived, on_deliveries=deliveries.extend)
+        deliveries: list[Shown] = []
+        pool = RequestPool(
+            max_waiting=99,
+            on_arrival=timeline.arrived,
+            on_deliveries=lambda some, seen=deliveries: seen.extend(shown(some)),
+        )
         if baseline:
             scheduler = RequestLevelScheduler(
                 pool,

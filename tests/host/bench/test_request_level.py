@@ -18,7 +18,7 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
-from orca_jax.simulation.simulation import Simulation
+from orca_jax.simulation.simulation import Shown, Simulation, shown
 
 GENERATING, FED, DONE = RowWork
 MAX_LENGTH = 40
@@ -48,7 +48,7 @@ class House:
     n_slots: int = 4 * MAX_LENGTH
     ahead: bool = False
     duration: Callable[[IterationShape], float] = lambda _: 1.0
-    delivered: list[tuple[float, Delivery]] = field(default_factory=list)
+    delivered: list[tuple[float, Shown]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -77,7 +77,7 @@ class House:
         )
 
     def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        self.delivered += [(self.clock.now(), delivery) for delivery in deliveries]
+        self.delivered += [(self.clock.now(), delivery) for delivery in shown(deliveries)]
 
     def play(self, requests: Sequence[Request], arrivals: Sequence[float] = ()) -> None:
         """Play until all requests have ended."""

@@ -30,7 +30,7 @@ from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock
-from orca_jax.simulation.simulation import Simulation
+from orca_jax.simulation.simulation import Shown, Simulation
 
 N_TRACES = 10_000
 STOP_TOKEN = 1
@@ -327,7 +327,7 @@ class Player:
     def check_rest(self) -> None:
         assert self.pool_is_at_rest()
         assert not self.simulation.refused
-        by_request: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
+        by_request: dict[str, list[Shown]] = {req.request_id: [] for req in self.requests}
         for delivery in self.simulation.deliveries:
             by_request[delivery[0].request_id].append(delivery)
         for request, arrival in zip(self.requests, self.trace.arrivals, strict=True):

@@ -29,10 +29,9 @@ from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.request_pool import Delivery
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.tier_costs import TierCosts
-from orca_jax.simulation.simulation import Simulation
+from orca_jax.simulation.simulation import Shown, Simulation
 
 ORDERS = ("fcfs", "priority", "fair", "longest-prefix")
 SWITCHES = [
@@ -529,7 +528,7 @@ class Player:
             assert len(kv.snapshots) == len(kv.snapshots._named), "a snapshot that nobody can find"
             kv.forget()
             assert sorted(kv.snapshots._free) == list(range(kv.n_rows, kv.n_rows + kv.snapshots.n))
-        by_request: dict[str, list[Delivery]] = {req.request_id: [] for req in self.requests}
+        by_request: dict[str, list[Shown]] = {req.request_id: [] for req in self.requests}
         for delivery in self.simulation.deliveries:
             by_request[delivery[0].request_id].append(delivery)
         for request, arrival in zip(self.requests, self.trace.arrivals, strict=True):

@@ -51,16 +51,16 @@ def test_a_request_from_arrival_to_end(clock: Clock):
     a = make_request("A", n_input=4)
     clock.now = 1.0
     timeline.arrived(a)
-    for time, token_id, reason in [(3.0, 7, None), (4.0, 8, None), (6.0, 9, FinishReason.LENGTH)]:
+    for time, n_new, reason in [(3.0, 1, None), (4.0, 2, None), (6.0, 1, FinishReason.LENGTH)]:
         assert not timeline.requests
         clock.now = time
-        timeline.delivered([(a, token_id, reason)])
+        timeline.delivered([(a, n_new, reason)])
     (record,) = timeline.requests
-    assert (record.request_id, record.n_input, record.n_output) == ("A", 4, 3)
-    assert (record.arrived, list(record.token_times), record.finished) == (1.0, [3.0, 4.0, 6.0], 6.0)
+    assert (record.request_id, record.n_input, record.n_output) == ("A", 4, 4)
+    assert (record.arrived, list(record.token_times), record.finished) == (1.0, [3.0, 4.0, 4.0, 6.0], 6.0)
     assert record.finish_reason is FinishReason.LENGTH
     assert record.time_to_first_token == 2.0
-    assert record.normalized_latency == pytest.approx(5.0 / 3)
+    assert record.normalized_latency == pytest.approx(5.0 / 4)
 
 
 def test_interruptions_end_when_the_request_runs_again(clock: Clock):
@@ -79,7 +79,7 @@ def test_interruptions_end_when_the_request_runs_again(clock: Clock):
     timeline.issued([(a, 2)])  # the rest of its prompt
     clock.now = 6.0
     timeline.interrupted([a, b], "worker lost")
-    timeline.delivered([(a, None, FinishReason.CANCELLED), (b, 7, FinishReason.LENGTH)])
+    timeline.delivered([(a, 0, FinishReason.CANCELLED), (b, 1, FinishReason.LENGTH)])
     of_a, of_b = timeline.requests
     assert of_a.interruptions == (Interruption(2.0, "preempted", 4.0), Interruption(6.0, "worker lost"))
     assert of_b.interruptions == (Interruption(6.0, "worker lost"),)
@@ -91,7 +91,7 @@ def test_a_request_that_ends_without_a_token(clock: Clock):
     a = make_request("A")
     timeline.arrived(a)
     clock.now = 2.0
-    timeline.delivered([(a, None, FinishReason.CANCELLED)])
+    timeline.delivered([(a, 0, FinishReason.CANCELLED)])
     (record,) = timeline.requests
     assert (record.n_output, record.finished) == (0, 2.0)
     assert record.time_to_first_token is None
@@ -104,7 +104,7 @@ def test_normalized_latency_is_known_at_the_end_only(clock: Clock):
     timeline.arrived(a)
     timeline.arrived(b)
     clock.now = 2.0
-    timeline.delivered([(a, 7, None), (b, 8, FinishReason.STOP)])
+    timeline.delivered([(a, 1, None), (b, 1, FinishReason.STOP)])
     (record,) = timeline.requests  # A is not among the finished ones
     assert record.request_id == "B"
     record.finished = None
@@ -117,7 +117,7 @@ def test_an_id_can_be_reused(clock: Clock):
         clock.now = time
         a = make_request("A")
         timeline.arrived(a)
-        timeline.delivered([(a, 7, FinishReason.STOP)])
+        timeline.delivered([(a, 1, FinishReason.STOP)])
     assert [record.arrived for record in timeline.requests] == [0.0, 5.0]
 
 
@@ -169,7 +169,7 @@ def test_only_the_youngest_records_are_kept(clock: Clock, max_records: int | Non
         request = make_request(str(i))
         timeline.arrived(request)
         timeline.returned(timeline.issued([(request, 1)]))
-        timeline.delivered([(request, 7, FinishReason.STOP)])
+        timeline.delivered([(request, 1, FinishReason.STOP)])
     assert [iteration.number for iteration in timeline.iterations] == kept
     assert [int(record.request_id) for record in timeline.requests] == kept
 
@@ -184,7 +184,7 @@ def test_a_request_is_scheduled_once_however_often_it_runs(clock: Clock):
     timeline.issued([(a, 1)])
     clock.now = 5.0
     timeline.returned(timeline.issued([(a, 1)]))  # again, after a fault
-    timeline.delivered([(a, 7, FinishReason.STOP), (b, None, FinishReason.TIMEOUT)])
+    timeline.delivered([(a, 1, FinishReason.STOP), (b, 0, FinishReason.TIMEOUT)])
     ran, waited = timeline.requests
     assert (ran.scheduled, ran.queue_time) == (4.0, 3.0)
     assert (waited.scheduled, waited.queue_time) == (None, None)
@@ -222,22 +222,22 @@ def test_an_observer_hears_of_all_once_and_in_order(clock: Clock):
     timeline.arrived(b)
     clock.now = 3.0
     timeline.returned(issued)
-    timeline.delivered([(a, 7, None)])
+    timeline.delivered([(a, 1, None)])
     a.state = RequestState.INCREMENT
     issued = timeline.issued([(a, 1), (b, 1)])
     clock.now = 7.0
     timeline.returned(issued)
-    timeline.delivered([(a, 8, FinishReason.LENGTH), (b, 9, None)])
-    timeline.delivered([(b, None, FinishReason.CANCELLED)])
+    timeline.delivered([(a, 3, FinishReason.LENGTH), (b, 2, None)])
+    timeline.delivered([(b, 0, FinishReason.CANCELLED)])
     timeline.delivered([])
     assert timeline.n_arrived == 2
     assert listener.heard == [
         (3.0, "returned", 0, 3.0),
         (3.0, "delivered", [], [("A", 3.0)]),
         (7.0, "returned", 1, 7.0),
-        (7.0, "delivered", [4.0], [("B", 5.0)]),
-        (7.0, "ended", "A", FinishReason.LENGTH, 2),
-        (7.0, "ended", "B", FinishReason.CANCELLED, 1),
+        (7.0, "delivered", [4.0, 0.0, 0.0, 0.0], [("B", 5.0)]),
+        (7.0, "ended", "A", FinishReason.LENGTH, 4),
+        (7.0, "ended", "B", FinishReason.CANCELLED, 2),
     ]
 
 
@@ -250,7 +250,7 @@ def arrive(timeline: Timeline, names: Iterable[str]) -> dict[str, Request]:
 
 def end_at(timeline: Timeline, clock: Clock, request: Request, time: float) -> None:
     clock.now = time
-    timeline.delivered([(request, 7, FinishReason.STOP)])
+    timeline.delivered([(request, 1, FinishReason.STOP)])
 
 
 def test_how_fast_requests_finish(clock: Clock):

@@ -20,12 +20,13 @@ from orca_jax.planning.sizes import kv_manager
 from orca_jax.request.request import Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.recovery import Recovery
-from orca_jax.scheduling.request_pool import Delivery, RequestPool
+from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
 from orca_jax.scheduling.waiting_queue import waiting_queue
 from orca_jax.simulation.engine import VirtualClock
+from orca_jax.simulation.simulation import Shown, shown
 from orca_jax.speculation.drafter import Speculation
 from orca_jax.workers.controller import Controller
 from orca_jax.workers.loss_cause import cause_of_states
@@ -59,7 +60,7 @@ class FaultSimulation:
     def __init__(self, trace: FaultTrace) -> None:
         self.trace = trace
         self.clock = VirtualClock()
-        self.deliveries: list[Delivery] = []
+        self.deliveries: list[Shown] = []
         self.refused: list[tuple[Request, OrcaError]] = []
         self.asked_to_end: set[str] = set()
         self.suspects: list[int] = []
@@ -124,7 +125,7 @@ class FaultSimulation:
             on_arrival=self.timeline.arrived,
             queue=waiting_queue(config.scheduling),
             clock=self.clock.now,
-            on_deliveries=self.deliveries.extend,
+            on_deliveries=lambda some: self.deliveries.extend(shown(some)),
         )
         self.scheduler = Scheduler(self.pool, self.engine, self.kv, config=config, timeline=self.timeline)
         self.recovery = Recovery(
