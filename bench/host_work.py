@@ -39,8 +39,7 @@ from orca_jax.scheduling.prefix_lookup import hash_prompt
 from orca_jax.scheduling.request_pool import RequestPool
 from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.scheduling.timeline import Timeline
-from orca_jax.speculation.drafter import Speculation
-from orca_jax.speculation.ngram import NgramDrafter
+from orca_jax.speculation.drafter import configured_speculation
 
 AIM_US = 500.0  # at 256 rows
 AIM_WITH_DRAFTS = 1.3  # times the work without drafts, at 256 rows
@@ -162,7 +161,8 @@ class Serving:
         self.scheduler = Scheduler(
             self.pool, self.engine, self.kv, config=self.config, timeline=self.timeline
         )
-        self.speculation = Speculation(lambda ids, _: NgramDrafter(ids), n_drafts, VOCAB_SIZE, is_ours=True)
+        drafting = SchedulingConfig(speculative="ngram", speculative_tokens=n_drafts or 1)
+        self.speculation = configured_speculation(drafting, vocab_size=VOCAB_SIZE)
         # One request ends per iteration: the first ones have 1, 2, ... iterations to go.
         for i in range(n_rows // (1 + n_drafts)):
             self.arrive(n_output=(i + 1) * (1 + n_drafts))
@@ -189,6 +189,7 @@ class Serving:
         prompt_ids = tuple(range(self.n_requests, self.n_requests + N_INPUT))
         request = Request(name, prompt_ids, N_INPUT + n_output, sampling, seed=self.n_requests)
         if self.n_drafts:
+            assert self.speculation is not None
             request.kind = Drafted(self.speculation)
         hash_prompt(request, self.kv)  # as the service does on the user's thread
         self.pool.add(request)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -263,15 +262,13 @@ class RowKind:
 PLAIN = RowKind()
 
 
-_class_of_kind = attrgetter("kind.__class__")
-
-
 def by_kind(requests: "Sequence[Request]") -> list[tuple[type[RowKind], slice]]:
     """The classes of the requests' kinds, each with the places of neighbours: it answers for all of them."""
-    if len(set(map(_class_of_kind, requests))) == 1:  # as mostly, in half the time
-        return [(_class_of_kind(requests[0]), slice(0, len(requests)))]
+    classes = [req.kind.__class__ for req in requests]
+    if len(set(classes)) == 1:  # as mostly, in half the time
+        return [(classes[0], slice(0, len(classes)))]
     groups, first = list[tuple[type[RowKind], slice]](), 0
-    for cls, group in groupby(map(_class_of_kind, requests)):
+    for cls, group in groupby(classes):
         end = first + len(list(group))
         groups.append((cls, slice(first, end)))
         first = end

@@ -241,7 +241,7 @@ class ServingPolicy:
         """Let increments that can compute several tokens use the places, tokens and blocks left."""
         if plan.n_places >= self._max_bs:
             return
-        n_planned = sum(n for _, n in plan.rows)
+        n_planned = sum([n for _, n in plan.rows])
         n_left = min(self._max_bs - plan.n_places, self._max_tokens - n_planned)
         if n_left <= 0:
             return

@@ -33,6 +33,7 @@ class Drafter(Protocol):
         ...
 
 
+_AT_ONCE = 32  # tokens of n-grams: copying so many costs no more than copying four
 _HOPED, _FIRST = 8, 10  # the first estimate, as if of so many drafts so many had been right
 
 # Makes the drafter of a request from its prompt and its salt.
@@ -55,6 +56,9 @@ class Speculation:
     learns: bool = False  # whether drafters have a method `end`
     shared: SharedDrafter | None = None
     is_ours: bool = False  # drafts are at most as many as asked for, and tokens of the vocabulary
+    # Tokens that a drafter is asked for at once if that is more than are verified: while an output follows
+    # them, it is not asked again.
+    n_at_once: int = 0
     n_drafted: int = 0
     n_accepted: int = 0
     n_right: int = 0
@@ -100,7 +104,9 @@ def configured_speculation(
     if config.speculative == "suffix":
         return Speculation(SuffixMemory(), n_tokens, vocab_size, learns=True, is_ours=True)
     if config.speculative == "ngram":
-        return Speculation(_without_salt(NgramDrafter), n_tokens, vocab_size, is_ours=True)
+        return Speculation(
+            _without_salt(NgramDrafter), n_tokens, vocab_size, is_ours=True, n_at_once=_AT_ONCE
+        )
     made = _users_drafter(config.speculative)
     make = _with_salt(made) if _takes_salt(made) else _without_salt(made)
     return Speculation(make, n_tokens, vocab_size, learns=callable(getattr(made, "end", None)))

@@ -65,6 +65,10 @@ class Drafted(RowKind):
         self._drafter: Drafter | None = None
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
+        # What the drafter drafted at once, and the index of the token there that comes next: the output has
+        # followed it up to there, or the index is at the end.
+        self._run: Sequence[int] = ()
+        self._at = 0
         self._asked_at = -1  # the length of the output at which the shared drafter was asked last
         self._n_output = 0 if prediction is None else -1  # only a prediction knows the first token
         self._declined_until = 0  # the length of the output until which no drafts are awaited
@@ -197,6 +201,9 @@ class Drafted(RowKind):
             if n_right < n_sent:
                 req.n_computed -= n_sent - n_right
                 sampled = sampled[: n_right + 1]
+            if run := kind._run:
+                at = kind._at + n_right
+                kind._at = at + 1 if at < len(run) and run[at] == sampled[-1] else len(run)
             n_next = len(req.output_ids) + n_right + 1
             kept = req.accept_all(sampled)
             accepted.append(kept)
@@ -243,6 +250,9 @@ class Drafted(RowKind):
         n, n_left = speculation.n_tokens, req.most_output - n_output - 1
         if n > n_left:
             n = max(0, n_left)
+        if self._at + n <= len(self._run):
+            self._drafts = self._run[self._at : self._at + n]
+            return
         if n and n_output >= self._n_next + _PAUSES[self._n_in_vain] and not self._failed:
             try:
                 if self._predicted is not None:
@@ -251,7 +261,11 @@ class Drafted(RowKind):
                 if not drafts:
                     if self._drafter is None:
                         self._drafter = speculation.make(list(req.prompt_ids), req.cache_salt)
-                    drafts = self._drafter.draft(output_ids, n)
+                    if speculation.n_at_once > n and req.constraint is None:
+                        self._run, self._at = self._drafter.draft(output_ids, speculation.n_at_once), 0
+                        drafts = self._run[:n]
+                    else:
+                        drafts = self._drafter.draft(output_ids, n)
                     if not speculation.is_ours:
                         drafts = self._in_vocabulary([int(token_id) for token_id in drafts[:n]])
             except Exception:

@@ -1,7 +1,7 @@
 """The control message of an iteration: the rows of all kinds, concatenated in the batch's order."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain, pairwise, repeat
+from itertools import accumulate, chain, pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -222,7 +222,7 @@ class MessageBuilder:
         if not self._keeps_tokens:
             for i in (~known).nonzero()[0].tolist():
                 token_ids[row_end[i] - 1] = requests[i].output_ids[-1]
-        if len(increments):
+        if len(increments) and np.count_nonzero(sampling["flags"]):  # mostly no row has flags
             flags = sampling["flags"].take(increments)
             counted = increments[((flags & ADJUSTED) > 0) & samples.take(increments)]
             sampling["flags"][counted] |= DRAFTED
@@ -282,20 +282,25 @@ def _of_increments(
     rows: Sequence[Row], requests: Sequence[Request], known: Sequence[Sequence[int]]
 ) -> SentRows:
     """The rows of a batch in which each request has one plain row, or one for each of its `known` ids."""
-    n_known = packed(list(map(len, known)), np.intp)
-    n_rows, is_known = np.maximum(n_known, 1), n_known > 0
-    ends = np.add.accumulate(n_rows)
-    n = int(ends[-1])
-    start = packed([request.n_computed for request in requests], np.intp) - ends + n_rows
-    length = packed([n_tokens for _, n_tokens in rows], np.int32)
+    n_rows = [len(ids) or 1 for ids in known]
+    first = list(accumulate(n_rows, initial=0))
+    n, each = first[-1], packed(n_rows, np.intp)
+    input_length, is_known = np.ones(n, np.int32), np.ones(n, np.bool_)
+    plain = [place for place, ids in enumerate(known) if not ids]
+    if plain:
+        at = [first[place] for place in plain]
+        input_length[at] = [rows[place][1] for place in plain]
+        is_known[at] = False
+    # Each of a request's rows begins a token after the one before.
+    start = packed([request.n_computed - i for request, i in zip(requests, first, strict=False)], np.int32)
     return SentRows(
-        list(chain.from_iterable(map(repeat, requests, n_rows.tolist()))),
-        (start.repeat(n_rows) + np.arange(n)).astype(np.int32),
-        np.where(is_known, np.int32(1), length).repeat(n_rows),
-        packed([request.row for request in requests], np.intp).repeat(n_rows),
-        known=KnownTokens(is_known.repeat(n_rows).nonzero()[0], list(chain.from_iterable(known)), {}),
-        first=[0, *ends.tolist()],
-        places=is_known.nonzero()[0].tolist(),
+        list(chain.from_iterable(map(repeat, requests, n_rows))),
+        start.repeat(each) + np.arange(n, dtype=np.int32),
+        input_length,
+        packed([request.row for request in requests], np.intp).repeat(each),
+        known=KnownTokens(is_known.nonzero()[0], list(chain.from_iterable(known)), {}),
+        first=first,
+        places=[place for place, ids in enumerate(known) if ids],
     )
 
 

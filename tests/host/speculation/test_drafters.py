@@ -15,7 +15,7 @@ from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder
 from orca_jax.planning.sizes import serving_config
-from orca_jax.request.request import PLAIN, Request, RequestState
+from orca_jax.request.request import PLAIN, Request, RequestState, RowAnswer
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import RuleMaker
@@ -77,6 +77,43 @@ def test_rows_without_drafts_are_plain() -> None:
     assert Drafted.most_tokens(each[:2]) == [5, 5]
     with_drafts = builder.rows([(each[0], 3), (each[1], 1)])
     assert with_drafts.first == [0, 3, 4] and with_drafts.start.tolist() == [5, 6, 7, 5]
+
+
+class Counted:
+    """Drafts 10, 11, 12, ... after an output that ends with 9, and so on, and notes when it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def draft(self, output_ids: Sequence[int], n: int) -> Sequence[int]:
+        self.asked.append((len(output_ids), n))
+        return [output_ids[-1] + 1 + i for i in range(n)]
+
+
+def test_a_drafter_is_not_asked_again_while_the_output_follows_what_it_drafted_at_once() -> None:
+    drafter = Counted()
+    made = Speculation(lambda *_: drafter, 3, 100, is_ours=True, n_at_once=8)
+    req = Request("a", (0,), 60, SamplingParams(max_tokens=59), seed=0, kind=Drafted(made))
+    req.state, req.output_ids = RequestState.INCREMENT, [1]
+
+    def step(n_drafts: int, sampled: list[int]) -> Sequence[int]:
+        assert Drafted.most_tokens([req]) == [4]
+        known: Sequence[int]
+        (known,) = Drafted.known_ids([(req, 1 + n_drafts)])
+        Drafted.accept_all([req], [RowAnswer(sampled)])
+        return known
+
+    assert step(3, [2, 3, 4, 5]) == [1, 2, 3, 4]
+    assert step(1, [6, 7]) == [5, 6]  # the batch had room for one
+    assert drafter.asked == [(1, 8)]
+    assert step(0, [8]) == [7]  # it had room for none, and only two of the eight were left
+    assert step(1, [9, 10]) == [8, 9]
+    assert drafter.asked == [(1, 8), (7, 8)]
+    assert step(1, [11, 20]) == [10, 11]  # the token after the drafts is another
+    assert step(3, [21, 22, 24, 0]) == [20, 21, 22, 23]  # the third draft is the fourth token
+    assert step(3, [25, 26, 27, 28]) == [24, 25, 26, 27]
+    assert drafter.asked == [(1, 8), (7, 8), (12, 8), (15, 8)]
+    assert req.output_ids == [*range(1, 12), 20, 21, 22, 24, 25, 26, 27, 28]
 
 
 class Repeat:
