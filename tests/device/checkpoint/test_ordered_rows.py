@@ -2,14 +2,18 @@
 
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 import pytest
 
+from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.checkpoint.ordered_rows import OrderedRows, in_order_of_shares
 from orca_jax.checkpoint.shard_reader import Box
+from orca_jax.config import ParallelConfig
 from orca_jax.families.hf_config import read_config
 from orca_jax.families.packed_form import w8
 from orca_jax.families.parameters import packable_weights, parameter_table
+from orca_jax.sharding.partition import split_model
 from tests.device.model.golden import DIRECTORY
 
 ROWS = (0, 1, 4, 5, 2, 3, 4, 5)  # as of two devices that both have rows 4 and 5
@@ -65,3 +69,29 @@ def test_only_planes_with_rows_are_reordered() -> None:
     assert isinstance(source, dict) and set(source) == {"codes", "scales", "order"}
     assert source["order"] is planes["order"]
     assert isinstance(source["codes"], OrderedRows) and isinstance(source["scales"], OrderedRows)
+
+
+def test_packed_weights_on_two_devices_are_those_of_one() -> None:
+    """Dense numbers are packed after their rows are reordered: each row keeps its codes and its scale."""
+    directory = DIRECTORY / "qwen3-5-grouped"
+    stored = read_config(directory)
+    forms = {name: w8(None, scale="float32") for name in packable_weights(stored) if ".delta_" in name}
+    alone = load_checkpoint(directory, dtype="float32", forms=forms).parameters
+    model = stored.with_forms(forms).for_devices(2)
+    (part,) = split_model(model, jax.devices(), ParallelConfig(tensor_parallel=2))
+    assert model.attention.kv_repeats == 1
+    (both,) = load_checkpoint(
+        directory,
+        dtype="float32",
+        forms=forms,
+        vocab_multiple=model.vocab_multiple,
+        state_shares=2,
+        placements=[part.placement(model)],
+    ).stages
+    # 2 key heads of 8, 4 value heads of 6: queries 0 to 15, keys 16 to 31, values 32 to 55.
+    rows = [*range(8), *range(16, 24), *range(32, 44), *range(8, 16), *range(24, 32), *range(44, 56)]
+    for name in forms:
+        for key, array in both[name].arrays.items():
+            whole = np.asarray(alone[name].arrays[key])
+            expected = whole[rows] if name.endswith("delta_in.weight") else whole
+            np.testing.assert_array_equal(array, expected, f"{name} {key}")
