@@ -1,9 +1,10 @@
 """Conversations whose users pause while others fill the device: first tokens with a host tier and without.
 
-    python -m bench.host_tier [--model M] [--conversations 6] [--turns 8] [--beginning 1000] [--message 80]
-        [--answer 48] [--n-slots 4096] [--disk]
+    python -m bench.host_tier [--model M | --hybrid] [--conversations 6] [--turns 8] [--beginning 1000]
+        [--message 80] [--answer 48] [--n-slots 4096] [--disk]
 
-Without M the model is a Llama of four layers of 512 with random weights. All conversations take turns, so
+Without M the model is a Llama of four layers of 512 with random weights, or with --hybrid that of
+bench.conversation, most of whose layers are recurrent. All conversations take turns, so
 that between two turns of one the others need more slots than there are. Each turn adds a message to all
 before it, and asks for an answer. Two engines answer each turn: one with a host tier, one without. Their
 answers must be equal. With --disk both are then restarted for one more turn, the first with a disk tier.
@@ -23,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.conversation import CONFIG as HYBRID
 from bench.conversation import Turn, ask
 from orca_jax import LLM
 
@@ -81,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="first tokens of conversations that pause")
     parser.add_argument("--model", help="a directory or a preset, with random weights (default: see above)")
+    parser.add_argument("--hybrid", action="store_true", help="a model with recurrent layers")
     parser.add_argument("--conversations", type=int, default=6)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--beginning", type=int, default=1000, help="tokens before the first message")
@@ -95,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         model = args.model or directory
         if args.model is None:
-            Path(directory, "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+            config = json.dumps(HYBRID if args.hybrid else CONFIG)
+            Path(directory, "config.json").write_text(config, encoding="utf-8")
         tier: dict[str, Any] = {"kv_host_bytes": args.host_bytes}
         if args.disk:
             tier["kv_disk"] = Path(directory, "blocks")

@@ -264,10 +264,10 @@ class ServingConfig(ServingOptions):
 
     `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `n_snapshots` of
     recurrent layers' states are kept for the prefix cache; 0 without such layers or without the cache.
-    `n_host_blocks` more blocks, of `host_block_bytes` each, fit in the host's memory; 0 without a host tier.
-    `scheduling` says what the scheduler does beyond Algorithm 1. `iteration_costs` has the time of an
-    iteration of each bucket, in any unit, which decides how many tokens are drafted; if it is empty all
-    iterations cost the same.
+    `n_host_blocks` more blocks, of `host_block_bytes` each, fit in the host's memory, and `n_host_states`
+    more snapshots, of `host_state_bytes` each; 0 without a host tier. `scheduling` says what the scheduler
+    does beyond Algorithm 1. `iteration_costs` has the time of an iteration of each bucket, in any unit, which
+    decides how many tokens are drafted; if it is empty all iterations cost the same.
     """
 
     n_slots: int = 16384
@@ -279,6 +279,8 @@ class ServingConfig(ServingOptions):
     n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
     n_host_blocks: Annotated[int, "blocks that the prefix cache keeps in the host's memory", In()] = 0
     host_block_bytes: Annotated[int, "bytes of one of them, all stages together", In()] = 0
+    n_host_states: Annotated[int, "recurrent states that it keeps in the host's memory", In()] = 0
+    host_state_bytes: Annotated[int, "bytes of one of them, all stages together", In()] = 0
     scheduling: SchedulingConfig = ORCA
     iteration_costs: tuple[float, ...] = ()
 
@@ -288,6 +290,8 @@ class ServingConfig(ServingOptions):
         check_whole("n_snapshots", self.n_snapshots, 0, 1 << 22)
         check_whole("n_host_blocks", self.n_host_blocks, 0, 1 << 31)
         check_whole("host_block_bytes", self.host_block_bytes, 0, 1 << 50)
+        check_whole("n_host_states", self.n_host_states, 0, 1 << 31)
+        check_whole("host_state_bytes", self.host_state_bytes, 0, 1 << 50)
         if self.deterministic:
             self.scheduling.check_deterministic()
         if self.max_batch_size > self.max_batch_tokens:
@@ -439,6 +443,8 @@ class Sizes(SchedulingOptions, ServingOptions):
         n_snapshots: int = 0,
         n_host_blocks: int = 0,
         host_block_bytes: int = 0,
+        n_host_states: int = 0,
+        host_state_bytes: int = 0,
     ) -> ServingConfig:
         """Sizes with the arguments in place of None. Raises ConfigError."""
         asked: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(ServingOptions)}
@@ -448,6 +454,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}
         given: dict[str, Any] = {"coarse_buckets": coarse_buckets, "n_snapshots": n_snapshots}
         given |= {"n_host_blocks": n_host_blocks, "host_block_bytes": host_block_bytes}
+        given |= {"n_host_states": n_host_states, "host_state_bytes": host_state_bytes}
         return ServingConfig(**asked, **given, scheduling=self.scheduling)
 
 

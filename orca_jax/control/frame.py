@@ -18,7 +18,7 @@ from orca_jax.errors import BadFrame
 
 M = TypeVar("M", bound=Message)
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_FRAME = 512 << 20  # bytes; engine/remote_pipeline.py rejects an engine that could need more
 FRAME_BYTES = 64  # upper bound of a frame's overhead around its payload
 MAX_EPOCH = 1 << 63  # far above an engine master's first epoch, the nanoseconds since 1970

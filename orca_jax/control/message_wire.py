@@ -60,6 +60,7 @@ def most_bytes(shape: EngineShape) -> int:
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
     message += 2 * _COPY_BYTES * min(shape.n_blocks, shape.n_host_blocks)
+    message += 2 * _COPY_BYTES * min(shape.n_states, shape.n_host_states)
     words = 4 * shape.max_rows * n_words(shape.vocab_size)
     tokens = 4 * shape.max_rows + LOGPROBS.itemsize * (shape.max_rows + shape.max_tokens)
     tokens += 4 * shape.max_rows * shape.embedding_size
@@ -315,11 +316,17 @@ def _check_host_copies(
     place: npt.NDArray[np.int32],
     shape: EngineShape,
 ) -> None:
-    """Check copies between blocks and places in the host's memory, each to a block or place of its own."""
+    """Check copies between blocks and places in the host's memory, each to a block or place of its own.
+
+    After the blocks come recurrent layers' states, and their places after those of blocks.
+    """
     if not len(copies):
         return
-    _within("a block of the host tier", block, 0, shape.n_blocks - 1)
-    _within("a place of the host tier", place, 0, shape.n_host_blocks - 1)
+    n_states = shape.n_states if shape.n_host_states else 0
+    _within("a block of the host tier", block, 0, shape.n_blocks + n_states - 1)
+    _within("a place of the host tier", place, 0, shape.n_host_blocks + shape.n_host_states - 1)
+    if ((block < shape.n_blocks) != (place < shape.n_host_blocks)).any():
+        raise BadFrame(f"copies {name} came between blocks and places of states")
     if np.unique(copies[:, 1]).size < len(copies):
         raise BadFrame(f"{len(copies)} copies {name} came; each must have a target of its own")
 

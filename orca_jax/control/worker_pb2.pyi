@@ -132,7 +132,7 @@ class Start(_message.Message):
     def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ..., adapters_version: _Optional[int] = ..., adapters_directory: _Optional[str] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts", "states", "n_snapshots", "drafts", "max_adapters", "adapter_rank", "adapted_embedding", "adapted_head", "adapted_experts", "n_host_blocks")
+    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts", "states", "n_snapshots", "drafts", "max_adapters", "adapter_rank", "adapted_embedding", "adapted_head", "adapted_experts", "n_host_blocks", "n_host_states")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +156,7 @@ class Shape(_message.Message):
     ADAPTED_HEAD_FIELD_NUMBER: _ClassVar[int]
     ADAPTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     N_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    N_HOST_STATES_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     max_blocks: int
     max_rows: int
@@ -179,7 +180,8 @@ class Shape(_message.Message):
     adapted_head: bool
     adapted_experts: bool
     n_host_blocks: int
-    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ..., states: _Optional[bool] = ..., n_snapshots: _Optional[int] = ..., drafts: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., adapted_embedding: _Optional[bool] = ..., adapted_head: _Optional[bool] = ..., adapted_experts: _Optional[bool] = ..., n_host_blocks: _Optional[int] = ...) -> None: ...
+    n_host_states: int
+    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ..., states: _Optional[bool] = ..., n_snapshots: _Optional[int] = ..., drafts: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., adapted_embedding: _Optional[bool] = ..., adapted_head: _Optional[bool] = ..., adapted_experts: _Optional[bool] = ..., n_host_blocks: _Optional[int] = ..., n_host_states: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
     __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "adapters", "put_adapters", "copies", "to_host", "from_host", "states_before", "states_after")

@@ -5,8 +5,8 @@ an HMAC over the other's fresh number, so that the secret itself never travels:
 
     server: magic, number [32]
     client: a frame of JSON: lease, digest, first, n, number, proof
-    server: a frame of JSON: status, block_bytes, proof
-    server: the bytes of n blocks, one after another
+    server: a frame of JSON: status, n_bytes, proof
+    server: these bytes: n blocks, one after another, the last of which may be a state of recurrent layers
 
 Blocks go from the arrays that they were gathered into to the place that they are read from, without a copy
 in this process. Every wait has a deadline.
@@ -31,7 +31,7 @@ from orca_jax.scheduling.leases import Leases
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"orca-kv1"
+_MAGIC = b"orca-kv2"
 _NUMBER = 32  # bytes
 _LENGTH = struct.Struct("<I")
 _MOST_FRAME = 4096
@@ -144,11 +144,12 @@ class LeaseServer:
             _send_frame(connection, {"status": _GONE, "proof": proof}, ends)
             return
         try:
-            if first < 0 or n < 0 or first + n > lease.n_blocks:
-                raise ValueError(f"{n} blocks from {first} on, of {lease.n_blocks}")
-            each = lease.n_bytes // lease.n_blocks
-            _send_frame(connection, {"status": _OK, "proof": proof, "block_bytes": each}, ends)
-            _send(connection, [part for i in range(first, first + n) for part in lease.blocks.parts(i)], ends)
+            if first < 0 or n < 0 or first + n > lease.n_parts:
+                raise ValueError(f"{n} blocks from {first} on, of {lease.n_parts}")
+            parts = [part for i in range(first, first + n) for part in lease.blocks.parts(i)]
+            n_bytes = sum(part.nbytes for part in parts)
+            _send_frame(connection, {"status": _OK, "proof": proof, "n_bytes": n_bytes}, ends)
+            _send(connection, parts, ends)
         finally:
             leases.sent(lease)
 
@@ -263,9 +264,10 @@ class SocketTransport:
             self._facts.proof(b"server", client_number, server_number).hex(), str(answer["proof"])
         ):
             raise ConnectionError("the server does not know the control secret")
-        if into and answer["block_bytes"] != (n := sum(part.nbytes for part in into[0])):
-            raise ConnectionError(f"a block there has {answer['block_bytes']} bytes, and {n} here")
-        _receive(connection, [part for block in into for part in block], ends)
+        parts = [part for block in into for part in block]
+        if answer["n_bytes"] != (n := sum(part.nbytes for part in parts)):
+            raise ConnectionError(f"these blocks have {answer['n_bytes']} bytes there, and {n} here")
+        _receive(connection, parts, ends)
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -119,8 +119,8 @@ class EngineMaster:
         except Exception as error:
             raise self._failed(error) from error
         self._n_issued += 1
-        if kv.host is not None:
-            kv.host.n_issued += 1
+        for tier in kv.tiers:
+            tier.n_issued += 1
         return Iteration(rows, _Issued(pending, sent, message))
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:

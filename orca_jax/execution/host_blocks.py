@@ -1,5 +1,7 @@
 """Blocks that travel: a stage's part of the host tier, and the programs that copy blocks out and in.
 
+States of recurrent layers travel by the same programs, one state of all layers as one block.
+
 Out: a program gathers some blocks of all layers into one packed array for each kind of array, which the
 host copies to its memory. In: the host's arrays go to the devices, and a program scatters them into the
 caches. Both are compiled for a few numbers of blocks. They run in order with the iterations, and the host
@@ -10,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jax.sharding import PartitionSpec
 from orca_jax.errors import ConfigError
 from orca_jax.execution.prefault import Prefault
 from orca_jax.execution.programs import Program, ToCompile
-from orca_jax.model.kv_cache import LayerCache
+from orca_jax.model.kv_cache import LayerCache, LayerState
 from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -29,9 +31,11 @@ _CHUNK_BYTES = 16 << 20  # of the blocks that one call copies, so that those in 
 _MOST_BLOCKS = 64  # that one call copies
 _IN_FLIGHT = 2  # calls in each direction; the host waits before there are more
 
+_Memory = LayerCache | LayerState  # what a layer keeps, of which one index is a block or a state
+_M = TypeVar("_M", LayerCache, LayerState)
+
 # A kind of array in the caches: its shape after the first axis, which counts blocks, and its dtype.
 _Kind = tuple[tuple[int, ...], np.dtype[Any]]
-_PACKED_SPEC = PartitionSpec(None, None, *CACHE_SPEC[1:])  # [n, arrays of the kind, K, B, D], or without D
 
 
 class _Leaving(NamedTuple):
@@ -45,15 +49,23 @@ class _Leaving(NamedTuple):
 class HostBlocks:
     """Room for `n_places` blocks of a stage's `caches` in the host's memory.
 
-    `caches` may be jax.ShapeDtypeStructs. Its pages are faulted in ahead of their first write.
+    `caches` may be jax.ShapeDtypeStructs. They are split over the devices by `spec`. Pages of the host's
+    memory are faulted in ahead of their first write.
     """
 
     def __init__(
-        self, n_places: int, n_blocks: int, caches: Sequence[LayerCache], group: DeviceGroup
+        self,
+        n_places: int,
+        n_blocks: int,
+        caches: Sequence[_Memory],
+        group: DeviceGroup,
+        spec: PartitionSpec = CACHE_SPEC,
     ) -> None:
         self._n_places, self._n_blocks = n_places, n_blocks
         self._kinds = _by_kind(caches)
-        self._place, self._packed_place = group.place(), group.place(_PACKED_SPEC)
+        # Packed arrays are [n, arrays of the kind, K, B, D], or without D.
+        packed_spec = PartitionSpec(None, None, *spec[1:])
+        self._place, self._packed_place = group.place(), group.place(packed_spec)
         self.block_bytes = sum(_bytes_of(kind) * len(at) for kind, at in self._kinds.items())
         most = max(1, min(_MOST_BLOCKS, n_blocks, n_places, _CHUNK_BYTES // max(1, self.block_bytes)))
         self.buckets = tuple(sorted({1, min(8, most), min(32, most), most}))
@@ -61,10 +73,11 @@ class HostBlocks:
         scatter = jax.jit(
             partial(_scatter, kinds=tuple(tuple(at) for at in self._kinds.values())),
             donate_argnums=0,
-            out_shardings=(group.place(CACHE_SPEC), self._place),
+            out_shardings=(group.place(spec), self._place),
         )
         self._scatter = Program(scatter, key=_n_ids)
-        self._memory: list[npt.NDArray[Any]] = []  # [n_places, arrays of the kind, K, B, D] of each kind
+        # [n_places, arrays of the kind, K, B, D] of each kind; None while it is released
+        self._memory: list[npt.NDArray[Any]] | None = None
         self._prefault: Prefault | None = None
         self._leaving: deque[_Leaving] = deque()
         self._n_begun = 0
@@ -83,18 +96,19 @@ class HostBlocks:
                 f"kv_host_bytes asks for {self._n_places * self.block_bytes} bytes for the keys and values "
                 "of a stage's layers, and the system does not give them; lower it"
             ) from error
-        self._prefault = Prefault(self._memory)
+        if self._memory:  # a stage may have no layer of this kind
+            self._prefault = Prefault(self._memory)
 
     def release(self) -> None:
         """Give the memory back; what it has is lost."""
         if self._prefault is not None:
             self._prefault.close()
             self._prefault = None
-        self._memory = []
+        self._memory = None
         self._leaving.clear()
         self._entering.clear()
 
-    def copy_out(self, caches: Sequence[LayerCache], copies: npt.NDArray[np.int32]) -> None:
+    def copy_out(self, caches: Sequence[_Memory], copies: npt.NDArray[np.int32]) -> None:
         """Start copying blocks to places in the host's memory: copies [n, 2], block and place."""
         for chunk, ids in self._chunks(copies, copies[:, 0]):
             packed = self._gather(jax.tree.leaves(list(caches)), ids)
@@ -104,7 +118,7 @@ class HostBlocks:
             self._reach(int(chunk[:, 1].max()))
             self._settle(_IN_FLIGHT)
 
-    def copy_in(self, caches: Sequence[LayerCache], copies: npt.NDArray[np.int32]) -> list[LayerCache]:
+    def copy_in(self, caches: Sequence[_M], copies: npt.NDArray[np.int32]) -> list[_M]:
         """Start copying places of the host's memory to blocks: copies [n, 2], place and block."""
         needed = [i for i, one in enumerate(self._leaving) if np.isin(one.places, copies[:, 0]).any()]
         if needed:
@@ -112,7 +126,7 @@ class HostBlocks:
         leaves, tree = jax.tree.flatten(list(caches))
         for chunk, ids in self._chunks(copies, copies[:, 1]):
             packed: list[Any] = []
-            for memory in self._memory:
+            for memory in self._held:
                 array = np.empty((len(ids), *memory.shape[1:]), memory.dtype)
                 np.take(
                     memory, chunk[:, 0], axis=0, out=array[: len(chunk)], mode="clip"
@@ -129,15 +143,15 @@ class HostBlocks:
         """The kinds of arrays of a block, in the order of its bytes, and how many there are of each."""
         return [(kind, len(at)) for kind, at in self._kinds.items()]
 
-    def gathered(self, caches: Sequence[LayerCache], block: int) -> list[bytes]:
-        """A block's bytes, from the devices."""
-        if not self._memory:
+    def gathered(self, caches: Sequence[_Memory], block: int) -> list[bytes]:
+        """A block's bytes, from the devices. Raises ValueError if the caches are released."""
+        if self._memory is None:
             raise ValueError("the caches are released")
         ids = jax.device_put(np.array([block], np.int32), self._place)
         packed = self._gather(jax.tree.leaves(list(caches)), ids)
         return [np.asarray(array)[0].tobytes() for array in packed]
 
-    def pack(self, caches: Sequence[LayerCache], blocks: Sequence[int]) -> list[list[Any]]:
+    def pack(self, caches: Sequence[_Memory], blocks: Sequence[int]) -> list[list[Any]]:
         """Start gathering blocks: for each chunk of `buckets[-1]` blocks, an array [n, ...] of each kind."""
         ids = np.asarray(blocks, np.int32)
         chunks: list[list[Any]] = []
@@ -151,11 +165,10 @@ class HostBlocks:
         return chunks
 
     def views(self, place: int) -> list[memoryview]:
-        """The memory of a block in the host's memory, for each kind."""
-        if not self._memory:
-            raise ValueError("the memory is released")
+        """The memory of a block in the host's memory, for each kind. Raises ValueError if it is released."""
+        held = self._held
         self._reach(place)
-        return [_view(memory[place]) for memory in self._memory]
+        return [_view(memory[place]) for memory in held]
 
     def begin(self) -> None:
         """Begin an iteration's copies."""
@@ -170,14 +183,13 @@ class HostBlocks:
 
     def get(self, place: int) -> list[bytes]:
         """A copy of a block in the host's memory."""
-        return [memory[place].tobytes() for memory in self._memory]
+        return [memory[place].tobytes() for memory in self._held]
 
     def put(self, place: int, data: memoryview) -> None:
-        """Write a block of `block_bytes` bytes to the host's memory."""
-        if not self._memory:
-            raise ValueError("the memory is released")
+        """Write a block of `block_bytes` bytes to the host's memory. Raises ValueError if it is released."""
+        held = self._held
         self._reach(place)
-        for memory in self._memory:
+        for memory in held:
             n = memory[place].nbytes
             memory[place] = np.frombuffer(data[:n], memory.dtype).reshape(memory.shape[1:])
             data = data[n:]
@@ -191,8 +203,8 @@ class HostBlocks:
         ):
             self._settle(len(self._leaving) - 1)
 
-    def programs(self, caches: Sequence[LayerCache]) -> Iterator[ToCompile]:
-        """The programs for caches like these, jax.ShapeDtypeStructs with their shardings."""
+    def programs(self, caches: Sequence[_Memory], what: str) -> Iterator[ToCompile]:
+        """The programs for caches like these, jax.ShapeDtypeStructs with their shardings; `what` travels."""
         leaves = jax.tree.leaves(list(caches))
         for n in self.buckets:
             ids = jax.ShapeDtypeStruct((n,), jnp.int32, sharding=self._place)
@@ -200,10 +212,16 @@ class HostBlocks:
                 jax.ShapeDtypeStruct((n, len(at), *shape), dtype, sharding=self._packed_place)
                 for (shape, dtype), at in self._kinds.items()
             ]
-            yield ToCompile(f"copies of {n} blocks to the host", partial(self._gather.compile, leaves, ids))
+            yield ToCompile(f"copies of {n} {what} to the host", partial(self._gather.compile, leaves, ids))
             yield ToCompile(
-                f"copies of {n} blocks from the host", partial(self._scatter.compile, leaves, ids, packed)
+                f"copies of {n} {what} from the host", partial(self._scatter.compile, leaves, ids, packed)
             )
+
+    @property
+    def _held(self) -> list[npt.NDArray[Any]]:
+        if self._memory is None:
+            raise ValueError("the memory is released")
+        return self._memory
 
     def _reach(self, place: int) -> None:
         if self._prefault is not None:
@@ -213,7 +231,7 @@ class HostBlocks:
         """Wait until at most `n` calls' blocks are on their way out."""
         while len(self._leaving) > n:
             _, places, packed = self._leaving.popleft()
-            for memory, array in zip(self._memory, packed, strict=True):
+            for memory, array in zip(self._held, packed, strict=True):
                 memory[places] = np.asarray(array)[: len(places)]
 
     def _chunks(
@@ -230,7 +248,7 @@ class HostBlocks:
             start += most
 
 
-def _by_kind(caches: Sequence[LayerCache]) -> dict[_Kind, list[int]]:
+def _by_kind(caches: Sequence[_Memory]) -> dict[_Kind, list[int]]:
     """The indices of the caches' arrays, by their kind."""
     kinds: dict[_Kind, list[int]] = {}
     for i, array in enumerate(jax.tree.leaves(list(caches))):
@@ -308,7 +326,7 @@ class StagesMemory:
         counts = [[n for _, n in stage.kinds] for stage in self._stages]
         return [(kind, sum(counts[stage][at] for stage, at in parts)) for kind, parts in self._order()]
 
-    def pack(self, blocks: Sequence[int], caches: Sequence[Sequence[LayerCache]]) -> "PackedStages":
+    def pack(self, blocks: Sequence[int], caches: Sequence[Sequence[_Memory]]) -> "PackedStages":
         """Start gathering blocks from each stage's `caches`."""
         chunks = [stage.pack(each, blocks) for stage, each in zip(self._stages, caches, strict=True)]
         sizes = [stage.buckets[-1] for stage in self._stages]
@@ -354,3 +372,23 @@ class PackedStages:
                 chunk, i = divmod(index, self._sizes[stage])
                 found.append(_view(self._chunks[stage][chunk][at][i]))
         return found
+
+
+class PackedPrompt:
+    """The `n_blocks` blocks of a prompt, and the state after them, if its model has one."""
+
+    def __init__(self, blocks: PackedStages, n_blocks: int, state: PackedStages | None = None) -> None:
+        self._blocks, self._n_blocks, self._state = blocks, n_blocks, state
+
+    def settle(self) -> None:
+        """Wait until all is in host memory, and free its memory on the devices."""
+        self._blocks.settle()
+        if self._state is not None:
+            self._state.settle()
+
+    def parts(self, index: int) -> list[memoryview]:
+        """The bytes of a block, or of the state after the last one."""
+        if index < self._n_blocks:
+            return self._blocks.parts(index)
+        assert self._state is not None
+        return self._state.parts(index - self._n_blocks)

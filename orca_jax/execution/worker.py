@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.sharding import PartitionSpec
 
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.attention_backend import choose_attention
@@ -30,6 +31,7 @@ from orca_jax.iteration.shape import EngineShape
 from orca_jax.model.kv_cache import (
     LayerCache,
     LayerMemory,
+    LayerState,
     cache_in,
     copy_blocks,
     copy_state,
@@ -123,6 +125,13 @@ class Worker:
         if shape.n_host_blocks:
             likes = self._paged(self._memory(self._paged_like, jax.ShapeDtypeStruct))
             self.host = HostBlocks(shape.n_host_blocks, shape.n_blocks, [*likes.values()], group)
+        self.host_states: HostBlocks | None = None
+        if shape.n_host_states:
+            memories = self._memory(self._paged_like, jax.ShapeDtypeStruct)
+            states = [state_in(memories[i]) or {} for i in self._recurrent]
+            self.host_states = HostBlocks(
+                shape.n_host_states, shape.n_states, states, group, spec=PartitionSpec()
+            )
         self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = None
         if part.last:
@@ -192,8 +201,8 @@ class Worker:
             lambda shape, dtype: self._empty(shape=shape, dtype=dtype),
             lambda shape, dtype: self._empty_state(shape=shape, dtype=np.dtype(dtype)),
         )
-        if self.host is not None:
-            self.host.renew()
+        for host in self._hosts:
+            host.renew()
         if self.chooser is not None:
             self.chooser.renew()
 
@@ -225,8 +234,8 @@ class Worker:
     def release_caches(self) -> None:
         """Free the caches and the rows' tables; `renew` must follow before the next iteration."""
         self._caches = []
-        if self.host is not None:
-            self.host.release()
+        for host in self._hosts:
+            host.release()
         if self.chooser is not None:
             self.chooser.give_up()
 
@@ -266,16 +275,45 @@ class Worker:
         assert self.host is not None
         return self.host.gathered([*self._paged(self._caches).values()], block)
 
+    @property
+    def states_of_rows(self) -> list[LayerState]:
+        """The states of the stage's recurrent layers."""
+        return [state_in(self._caches[i]) or {} for i in self._recurrent]
+
+    def state_bytes(self, state: int) -> list[bytes]:
+        """A state's bytes, as `host_states` has them. Waits for the devices."""
+        assert self.host_states is not None
+        return self.host_states.gathered(self.states_of_rows, state)
+
+    @property
+    def _hosts(self) -> list[HostBlocks]:
+        return [host for host in (self.host, self.host_states) if host is not None]
+
     def _copy_host(self, host: HostBlocks, message: ControlMessage) -> None:
-        """Start copying blocks to the host's memory, before they are overwritten, and then from it."""
-        host.begin()
-        if not (len(message.to_host) or len(message.from_host)):
+        """Start copying blocks to the host's memory, before they are overwritten, and then from it.
+
+        Likewise states, which come after the blocks and whose places come after those of blocks.
+        """
+        for each in self._hosts:
+            each.begin()
+        to_host, from_host = message.to_host, message.from_host
+        if not (len(to_host) or len(from_host)):
             return
+        n_blocks, n_places = self._shape.n_blocks, self._shape.n_host_blocks
+        out, into = to_host[to_host[:, 0] < n_blocks], from_host[from_host[:, 0] < n_places]
         paged = self._paged(self._caches)
-        if len(message.to_host):
-            host.copy_out([*paged.values()], message.to_host)
-        if len(message.from_host):
-            self._put(paged, host.copy_in([*paged.values()], message.from_host))
+        if len(out):
+            host.copy_out([*paged.values()], out)
+        if len(into):
+            self._put(paged, host.copy_in([*paged.values()], into))
+        if self.host_states is None:
+            return
+        out, into = to_host[to_host[:, 0] >= n_blocks], from_host[from_host[:, 0] >= n_places]
+        if len(out):
+            self.host_states.copy_out(self.states_of_rows, out - [n_blocks, n_places])
+        if len(into):
+            states = self.host_states.copy_in(self.states_of_rows, into - [n_places, n_blocks])
+            self._put_states(states)
 
     @staticmethod
     def _paged(memories: Sequence[LayerMemory]) -> dict[int, LayerCache]:
@@ -299,9 +337,11 @@ class Worker:
             return
         for copy in copies:
             states = [state_in(self._caches[i]) for i in self._recurrent]
-            copied = self._copy_state(states, jax.device_put(copy, self._place))
-            for i, state in zip(self._recurrent, copied, strict=True):
-                self._caches[i] = with_state(self._caches[i], state)
+            self._put_states(self._copy_state(states, jax.device_put(copy, self._place)))
+
+    def _put_states(self, states: Iterable[LayerState]) -> None:
+        for i, state in zip(self._recurrent, states, strict=True):
+            self._caches[i] = with_state(self._caches[i], state)
 
     def forward(self, flat: FlatBatch, arrived: jax.Array) -> Any:
         """Start this stage's forward pass: the hidden array [T, H], or `stage.Last` from the last stage.
@@ -410,7 +450,10 @@ class Worker:
         paged = [*self._paged(caches).values()]
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
         if self.host is not None:
-            yield from self.host.programs(paged)
+            yield from self.host.programs(paged, "blocks")
+        if self.host_states is not None:
+            of_states = [state_in(caches[i]) or {} for i in self._recurrent]
+            yield from self.host_states.programs(of_states, "states")
         if self._recurrent and self._shape.n_snapshots:
             pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
             of_states = [state_in(caches[i]) for i in self._recurrent]

@@ -46,8 +46,8 @@ class EngineShape:
     if the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
     experts; all three are 0 if no layer has experts, or if layers choose different numbers of them. With
     `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row,
-    and the prefix cache has `n_snapshots` more of them. `n_host_blocks` blocks of keys and
-    values fit in the host's memory. With `drafts` outputs are drafted.
+    and the prefix cache has `n_snapshots` more of them. `n_host_blocks` blocks of keys and values fit in the
+    host's memory, and `n_host_states` states. With `drafts` outputs are drafted.
     Devices have room for `max_adapters` LoRA adapters of a rank up to `adapter_rank`; both are 0 without.
     They may change the token embedding, the head or experts where one of the last three is set.
     """
@@ -75,6 +75,7 @@ class EngineShape:
     adapted_head: bool = False
     adapted_experts: bool = False
     n_host_blocks: int = 0
+    n_host_states: int = 0
 
     def __post_init__(self) -> None:
         for name, limit in _LIMITS.items():
@@ -87,6 +88,7 @@ class EngineShape:
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
         check_whole("n_snapshots", self.n_snapshots, 0, _LIMITS["n_rows"] if self.states else 0)
         check_whole("n_host_blocks", self.n_host_blocks, 0, _LIMITS["n_blocks"])
+        check_whole("n_host_states", self.n_host_states, 0, _LIMITS["n_blocks"] if self.n_snapshots else 0)
         for name in ("deterministic", "coarse_buckets", "states", "drafts", *_ADAPTED.values()):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False")

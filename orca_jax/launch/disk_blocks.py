@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from orca_jax.config import EngineConfig
@@ -11,7 +12,7 @@ from orca_jax.execution.host_blocks import StagesMemory
 from orca_jax.execution.worker import Worker
 from orca_jax.launch.block_fingerprint import block_fingerprint
 from orca_jax.model_files.found_model import FoundModel
-from orca_jax.scheduling.disk_tier import DiskTier
+from orca_jax.scheduling.disk_tier import DiskTier, state_name
 from orca_jax.scheduling.kv_manager import KVManager
 
 _log = logging.getLogger(__name__)
@@ -29,9 +30,11 @@ class DiskBlocks:
         assert config.kv_disk is not None and kv.host is not None
         self._kv, self._workers = kv, workers
         stages = [worker.host for worker in workers if worker.host is not None]
-        key = fingerprint(found, config, dtype, [stage.kinds for stage in stages])
+        of_states = [worker.host_states for worker in workers if worker.host_states is not None]
+        key = fingerprint(found, config, dtype, [stage.kinds for stage in (*stages, *of_states)])
         self._files = BlockFiles(Path(config.kv_disk).expanduser(), key, config.kv_disk_bytes)
-        kv.disk = DiskTier(kv.host, self._files, StagesMemory(stages))
+        states = None if kv.snapshots is None else (kv.snapshots, StagesMemory(of_states))
+        kv.disk = DiskTier(kv.host, self._files, StagesMemory(stages), states)
 
     def close(self) -> None:
         """Write the blocks that only the devices have, and end the files' thread. No iteration is issued."""
@@ -47,10 +50,19 @@ class DiskBlocks:
         if disk is None or prefixes is None or disk.stopped:
             return
         disk.step()
-        blocks = [pair for pair in prefixes.blocks() if pair[0] not in self._files]
-        for block_hash, block in blocks:
-            parts = [part for worker in self._workers for part in worker.block_bytes(block)]
-            if not self._files.write(block_hash, parts, wait=ends - time.monotonic()):
+        snapshots = [] if self._kv.snapshots is None else self._kv.snapshots.all_named()
+        kept = [
+            (block_hash, partial(Worker.block_bytes, block=each)) for block_hash, each in prefixes.blocks()
+        ]
+        kept += [
+            (state_name(block_hash), partial(Worker.state_bytes, state=each))
+            for block_hash, each in snapshots
+        ]
+        for name, read in kept:
+            if name in self._files:
+                continue
+            parts = [part for worker in self._workers for part in read(worker)]
+            if not self._files.write(name, parts, wait=ends - time.monotonic()):
                 return
 
 

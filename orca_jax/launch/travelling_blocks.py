@@ -9,7 +9,7 @@ from orca_jax.checks import host_and_port
 from orca_jax.config import EngineConfig
 from orca_jax.engine.block_transfer import LeaseServer, SocketTransport
 from orca_jax.errors import ConfigError
-from orca_jax.execution.host_blocks import StagesMemory
+from orca_jax.execution.host_blocks import PackedPrompt, StagesMemory
 from orca_jax.execution.worker import Worker
 from orca_jax.launch.block_fingerprint import block_fingerprint
 from orca_jax.model_files.found_model import FoundModel
@@ -29,7 +29,16 @@ class TravellingBlocks:
         self, found: FoundModel, config: EngineConfig, dtype: str, kv: KVManager, workers: Sequence[Worker]
     ) -> None:
         memory = StagesMemory([worker.host for worker in workers if worker.host is not None])
-        key = fingerprint(found, config, dtype, memory.kinds)
+        states = StagesMemory([worker.host_states for worker in workers if worker.host_states is not None])
+        key = fingerprint(found, config, dtype, [*memory.kinds, *states.kinds])
+
+        def pack(blocks: Sequence[int], state: int | None) -> PackedPrompt:
+            packed = memory.pack(blocks, [worker.paged_caches for worker in workers])
+            if state is None:
+                return PackedPrompt(packed, len(blocks))
+            of_state = states.pack([state], [worker.states_of_rows for worker in workers])
+            return PackedPrompt(packed, len(blocks), of_state)
+
         facts = TransferFacts(key, config.control_secret)
         host, port = host_and_port("kv_transfer_address", config.kv_transfer_address or "127.0.0.1:0")
         if not config.control_secret and not is_local(host):
@@ -45,8 +54,9 @@ class TravellingBlocks:
             self._leases = Leases(
                 kv,
                 facts,
-                lambda blocks: memory.pack(blocks, [worker.paged_caches for worker in workers]),
+                pack,
                 block_bytes=memory.block_bytes,
+                state_bytes=states.block_bytes,
                 most_bytes=config.kv_host_bytes,
                 seconds=config.kv_lease_seconds,
                 engine_id=secrets.token_hex(16),
@@ -56,7 +66,12 @@ class TravellingBlocks:
             kv.leases = self._leases
         if config.takes_blocks:
             self._arriving = ArrivingBlocks(
-                kv, facts, memory, SocketTransport(facts), seconds=config.kv_transfer_seconds
+                kv,
+                facts,
+                memory,
+                SocketTransport(facts),
+                seconds=config.kv_transfer_seconds,
+                state_places=states if kv.host_states is not None else None,
             )
             kv.arriving = self._arriving
 

@@ -49,4 +49,5 @@ def tier_costs(
         host=host,
         disk=further(asked.kv_disk_bandwidth),
         peer=further(asked.kv_transfer_bandwidth),
+        state=serving.host_state_bytes / serving.host_block_bytes if serving.n_host_states else 0.0,
     )

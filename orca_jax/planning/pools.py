@@ -6,6 +6,7 @@ from typing import Literal
 
 from orca_jax.errors import ConfigError
 from orca_jax.planning.plan import Plan, iteration_floor
+from orca_jax.planning.stage_memory import state_bytes
 
 PoolRole = Literal["prefill", "decode"]
 
@@ -17,9 +18,9 @@ _LEAST_PROMPTS = 4
 class PoolPlan:
     """The rates of a server of one role at its floors, with prompts of `context` tokens and `n_output` more.
 
-    It begins or ends `requests_per_second`. A prompt's keys and values have `prompt_bytes`, and take
-    `transfer_seconds` to another machine. `host_bytes` is advice for --kv-host-bytes. A pool needs
-    `others_each` servers of the other role for each of its own.
+    It begins or ends `requests_per_second`. A prompt's keys and values, and the recurrent layers' state after
+    it, have `prompt_bytes`, and take `transfer_seconds` to another machine. `host_bytes` is advice for
+    --kv-host-bytes. A pool needs `others_each` servers of the other role for each of its own.
     """
 
     role: PoolRole
@@ -40,9 +41,10 @@ def plan_pool(plan: Plan, role: PoolRole, n_output: int) -> PoolPlan:
     whose keys and values do not travel.
     """
     target = plan.target
-    if target.config.has_state or target.config.encoder is not None or target.config.is_bidirectional:
-        part = "recurrent layers" if target.config.has_state else "an encoder"
-        raise ConfigError(f"role is {role!r}, and prompts of a model with {part} do not travel; leave it out")
+    if target.config.encoder is not None or target.config.is_bidirectional:
+        raise ConfigError(
+            f"role is {role!r}, and prompts of a model with an encoder do not travel; leave it out"
+        )
     if n_output < 1:
         raise ConfigError(f"output_tokens is {n_output}; it must be at least 1")
     best = plan.recommendation
@@ -53,7 +55,11 @@ def plan_pool(plan: Plan, role: PoolRole, n_output: int) -> PoolPlan:
     decoded = decode.tokens_per_second / n_output
     begun = 1.0 / iteration_floor(target, "prefill", 1).interval
     slot = sum(stage.memory.slot for stage in plan.stages) * target.parallel.tensor_parallel
-    prompt = slot * target.context
+    keys_and_values = slot * target.context
+    state = sum(state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages)
+    prompt = keys_and_values + state
+    # Up to half of a host tier is for states.
+    each = 2 * max(keys_and_values, state) if state else prompt
     rate = begun if role == "prefill" else decoded
     # On the decode side half of the host tier is for blocks that arrive.
     n_prompts = max(_LEAST_PROMPTS, ceil(_SECONDS * rate)) * (1 if role == "prefill" else 2)
@@ -66,6 +72,6 @@ def plan_pool(plan: Plan, role: PoolRole, n_output: int) -> PoolPlan:
         requests_per_second=rate,
         prompt_bytes=prompt,
         transfer_seconds=prompt / (target.device.between * n_devices),
-        host_bytes=n_prompts * prompt,
+        host_bytes=n_prompts * each,
         others_each=begun / decoded if role == "prefill" else decoded / begun,
     )

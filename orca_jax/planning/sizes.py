@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from orca_jax.config import ORCA, Dtype, SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
@@ -13,6 +14,7 @@ from orca_jax.planning.known_devices import CPU, GPUS, gpu_like
 from orca_jax.planning.stage_memory import ITEMSIZE, StageRoom
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.snapshots import least_blocks
 
 # Tokens of an iteration by default where prompts come in chunks: enough to use a GPU's arithmetic, and few
 # enough that the temporaries of models with long contexts leave memory for keys and values.
@@ -74,20 +76,28 @@ def serving_config(
             config, requested, sizes, rooms, max(whole_request, requested.n_slots or 0)
         )
         if not n_snapshots:  # a cached block has keys and values, but not the state after its last token
+            if requested.kv_host_bytes:
+                raise _no_host_tier(
+                    requested,
+                    "the model has recurrent layers, of whose states no snapshot fits on the devices; leave "
+                    "it out, or raise snapshot_bytes",
+                )
             requested = replace(requested, prefix_caching=False)
     sizes = replace(sizes, n_snapshots=n_snapshots)
     shape = engine_shape(config, sizes, n_workers=len(rooms))
     fitting = [room.slots(room.memory(config, shape)) for room in rooms]
     modest = any(room.modest is not None for room in rooms)
     n_requests = shape.max_rows if modest else shape.n_rows
-    n_host_blocks, host_block_bytes = _host_tier(config, requested, shape, rooms)
+    tier = _host_tier(config, requested, shape, rooms)
     serving = requested.filled(
         n_slots=max(whole_request, min(n_requests * whole_request, *fitting)),
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,
         n_snapshots=n_snapshots,
-        n_host_blocks=n_host_blocks,
-        host_block_bytes=host_block_bytes,
+        n_host_blocks=tier.n_blocks,
+        host_block_bytes=tier.block_bytes,
+        n_host_states=tier.n_states,
+        host_state_bytes=tier.state_bytes,
     )
     if device is None:
         return serving
@@ -135,29 +145,40 @@ def _n_snapshots(
     return found
 
 
+class _HostTier(NamedTuple):
+    """The blocks and states that the host's memory has room for, and the bytes of each over all stages."""
+
+    n_blocks: int = 0
+    block_bytes: int = 0
+    n_states: int = 0
+    state_bytes: int = 0
+
+
 def _host_tier(
     config: ModelConfig, requested: Sizes, shape: EngineShape, rooms: Sequence[StageRoom]
-) -> tuple[int, int]:
-    """The blocks of all stages' keys and values that fit in `kv_host_bytes`, and the bytes of one.
+) -> _HostTier:
+    """The blocks of all stages' keys and values that fit in `kv_host_bytes`, and the states.
 
-    Raises ConfigError.
+    States take up to half of it, and no more than there are between as many blocks. Raises ConfigError.
     """
-    if not requested.kv_host_bytes:
-        return 0, 0
+    n_bytes = requested.kv_host_bytes
+    if not n_bytes:
+        return _HostTier()
+    memories = [room.memory(config, shape) for room in rooms]
+    slot = sum(memory.slot * room.n_devices for memory, room in zip(memories, rooms, strict=True))
+    each, state, n_states = requested.block_size * slot, 0, 0
     if config.has_state:
-        why = (
-            "a block of a model with recurrent layers is of use only with their state; it does not work yet "
-        )
-        raise _no_host_tier(requested, why + "with such a model, so leave it out")
-    slot = sum(room.memory(config, shape).slot * room.n_devices for room in rooms)
-    each = requested.block_size * slot
-    n = requested.kv_host_bytes // each
-    if not n:
+        state = sum(memory.states // shape.n_rows for memory in memories)
+        n_between = least_blocks(requested.scheduling.snapshot_blocks)
+        n_states = min(n_bytes // 2 // state, max(1, n_bytes // (state + n_between * each)))
+    n = (n_bytes - n_states * state) // each
+    if not n or (config.has_state and not n_states):
         why = f"one block of keys and values takes {each} bytes"
+        why += f", and a recurrent state {state}, which may take half of it" if config.has_state else ""
         raise _no_host_tier(
             requested, f"{why}; give room for as many as a conversation needs, or leave it out"
         )
-    return n, each
+    return _HostTier(n, each, n_states, state)
 
 
 def _no_host_tier(requested: Sizes, why: str) -> ConfigError:
@@ -207,6 +228,7 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         states=model.has_state,
         n_snapshots=serving.n_snapshots if model.has_state else 0,
         n_host_blocks=serving.n_host_blocks,
+        n_host_states=serving.n_host_states if model.has_state else 0,
         drafts=serving.scheduling.speculates,
         max_adapters=serving.max_loras,
         adapter_rank=serving.max_lora_rank if serving.max_loras else 0,
@@ -234,6 +256,7 @@ def kv_manager(shape: EngineShape, scheduling: SchedulingConfig = ORCA) -> KVMan
         n_snapshots=shape.n_snapshots if scheduling.prefix_caching else 0,
         snapshot_blocks=scheduling.snapshot_blocks,
         n_host_blocks=shape.n_host_blocks if scheduling.prefix_caching else 0,
+        n_host_states=shape.n_host_states if scheduling.prefix_caching else 0,
     )
 
 

@@ -14,9 +14,11 @@ from typing import NamedTuple, Protocol
 
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
 from orca_jax.request.request import Request, RequestState
+from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import (
     begins_with_a_known_token,
+    blocks_in_tiers,
     cached_blocks,
     hash_prompt,
     host_blocks,
@@ -37,6 +39,8 @@ class Transport(Protocol):
         seconds: float,
     ) -> None:
         """Write a lease's blocks, from block `first` on, into these parts, and end the lease.
+
+        After its blocks a lease may have a state of recurrent layers, which counts as one more.
 
         Calls `done`, on any thread and within about `seconds`, once nothing writes to the parts any more;
         True if all are written. Never waits and never raises.
@@ -69,21 +73,26 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Blocks on their way; `generation` is the host tier's at the start."""
+    """Blocks on their way; `generation` is the host tier's at the start.
+
+    With recurrent layers the state after the last one comes to `state_place`.
+    """
 
     request: Request
     hashes: Sequence[bytes]
     places: Sequence[int]
     generation: int
     ends: float
+    state: tuple[bytes, int] | None  # the hash of the last block, and the state's place
 
 
 class ArrivingBlocks:
     """Fetches prompts for requests with `do_remote_prefill`, each within `seconds`.
 
-    At most half of the host tier is for blocks that arrive or wait for their request's admission. `ask` and
-    what a transport calls are for any thread, all else for the scheduler's. `wake` is called when blocks have
-    arrived. `n_asked` counts requests, `n_failed` those that fetched nothing, and `n_blocks` blocks.
+    At most half of the host tier is for blocks that arrive or wait for their request's admission, and of its
+    states, whose memory is `state_places`. `ask` and what a transport calls are for any thread, all else for
+    the scheduler's. `wake` is called when blocks have arrived. `n_asked` counts requests, `n_failed` those
+    that fetched nothing, and `n_blocks` blocks.
     """
 
     def __init__(
@@ -95,10 +104,11 @@ class ArrivingBlocks:
         *,
         seconds: float,
         clock: Callable[[], float] = time.monotonic,
+        state_places: Places | None = None,
     ) -> None:
         assert kv.host is not None
         self._kv, self._host, self._facts = kv, kv.host, facts
-        self._places, self._transport = places, transport
+        self._places, self._state_places, self._transport = places, state_places, transport
         self.seconds, self._clock = seconds, clock
         self.wake: Callable[[], object] = lambda: None
         self.n_asked = self.n_failed = self.n_blocks = 0
@@ -171,11 +181,14 @@ class ArrivingBlocks:
             return True
         digest = self._facts.digest(tokens, kv.owner_of(req.cache_salt))
         n_cached = len(cached_blocks(req, kv))
-        first = n_cached + host_blocks(req, n_cached, kv)
-        most = max(1, host.n // 2)
-        n = min(n_leased, most_blocks(req, kv)) - first
-        costs = host.costs
-        if n <= 0 or (costs is not None and not costs.pays(n * costs.peer, first, n)):
+        n_useful = first = n_cached + host_blocks(req, n_cached, kv)
+        n_wanted, most = min(n_leased, most_blocks(req, kv)), max(1, host.n // 2)
+        states = kv.host_states
+        if states is not None:  # of use only with all blocks before it
+            first = max(first, min(n_leased, blocks_in_tiers(req, kv)))
+            n_wanted = n_leased if n_leased <= most_blocks(req, kv) and n_leased - first <= most else 0
+        n = n_wanted - first
+        if n_wanted <= n_useful or not self._pays(n, n_wanted, n_useful):
             self.n_asked += 1  # all are here, or quicker to compute: only end the lease
             self._transport.fetch(params, digest, 0, [], lambda _: None, ends - now)
             return True
@@ -183,28 +196,36 @@ class ArrivingBlocks:
         n_held = sum(len(fetch.places) for fetch in self._fetches.values()) + sum(self._landed.values())
         if n_held and n_held + n > most:
             return False
-        places = self._take_places(n)
+        n_fetched = len(self._fetches) + len(self._landed)
+        if states is not None and n_fetched and n_fetched + 1 > states.n // 2:
+            return False
+        places = _take_places(self._host, self._places, n)
         if len(places) < n:
             return False
-        self.n_asked += 1
-        fetch = _Fetch(req, hashes[first : first + n], places, host.generation, ends)
-        self._fetches[req] = fetch
         into = [self._places.views(place) for place in places]
+        state: tuple[bytes, int] | None = None
+        if states is not None:
+            assert self._state_places is not None
+            of_state = _take_places(states, self._state_places, 1)
+            if not of_state:
+                for place in places:
+                    self._host.give_back(place)
+                return False
+            state = hashes[n_leased - 1], of_state[0]
+            into.append(self._state_places.views(of_state[0]))
+        self.n_asked += 1
+        fetch = _Fetch(req, hashes[first : first + n], places, host.generation, ends, state)
+        self._fetches[req] = fetch
         self._transport.fetch(params, digest, first, into, partial(self._ended, fetch), ends - now)
         return True
 
-    def _take_places(self, n: int) -> list[int]:
-        """`n` places of the host tier, or none."""
-        places: list[int] = []
-        n_done = self._places.n_done
-        while len(places) < n:
-            place = self._host.take_place(n_done)
-            if place is None:
-                for taken in places:
-                    self._host.give_back(taken)
-                return []
-            places.append(place)
-        return places
+    def _pays(self, n: int, end: int, first: int) -> bool:
+        """Whether fetching `n` blocks is quicker than computing those after the `first` and before `end`."""
+        costs = self._host.costs
+        if costs is None:
+            return True
+        n_states = 0.0 if self._kv.host_states is None else costs.state
+        return costs.pays((n + n_states) * costs.peer, first, end - first)
 
     def _ended(self, fetch: _Fetch, ok: bool) -> None:
         self._done.append((fetch, ok))
@@ -218,16 +239,37 @@ class ArrivingBlocks:
                 self._host.insert(block_hash, place)
             else:
                 self._host.give_back(place)
+        if fetch.state is not None:
+            states, (block_hash, place) = self._kv.host_states, fetch.state
+            assert states is not None
+            if ok and block_hash not in states:
+                states.insert(block_hash, place)
+            else:
+                states.give_back(place)
         if not ok:
             self.n_failed += 1
             return
         self.n_blocks += len(fetch.places)
-        if fetch.places and _waits(fetch.request):
+        if (fetch.places or fetch.state is not None) and _waits(fetch.request):
             self._landed[fetch.request] = len(fetch.places)
 
     def _fail(self) -> None:
         self.n_asked += 1
         self.n_failed += 1
+
+
+def _take_places(tier: HostTier, memory: Places, n: int) -> list[int]:
+    """`n` places of a tier, or none."""
+    places: list[int] = []
+    n_done = memory.n_done
+    while len(places) < n:
+        place = tier.take_place(n_done)
+        if place is None:
+            for taken in places:
+                tier.give_back(taken)
+            return []
+        places.append(place)
+    return places
 
 
 def _waits(req: Request) -> bool:

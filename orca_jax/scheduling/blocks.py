@@ -29,8 +29,9 @@ class Blocks:
 
     With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
     they are evicted. For a model with recurrent layers it has `n_snapshots` of their states, one every
-    `snapshot_blocks` blocks of a prompt. `host` keeps up to `n_host_blocks` evicted blocks. `n_promised`
-    counts free blocks that are promised to running beam searches.
+    `snapshot_blocks` blocks of a prompt. `host` keeps up to `n_host_blocks` evicted blocks, and
+    `host_states` up to `n_host_states` evicted snapshots. `n_promised` counts free blocks that are promised
+    to running beam searches.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Blocks:
         n_snapshots: int = 0,
         snapshot_blocks: int = 64,
         n_host_blocks: int = 0,
+        n_host_states: int = 0,
     ) -> None:
         assert min(n_blocks, block_size, n_rows, max_blocks_per_row) >= 1
         self.n_blocks = n_blocks
@@ -57,17 +59,25 @@ class Blocks:
         self.n_reserved: npt.NDArray[np.int64] = np.zeros(n_rows, np.int64)
         self.slots_of = [0] * (n_rows + 1)
         self.encoder_blocks: npt.NDArray[np.int32] = np.zeros(n_rows, np.int32)
+        self.host: HostTier | None = None
+        self.host_states: HostTier | None = None
+        if n_host_blocks:
+            assert prefix_caching, "the host tier is a part of the prefix cache"
+            assert (n_host_states > 0) == (n_snapshots > 0), (
+                "a recurrent layer goes on from blocks and a state"
+            )
+            self.host = HostTier(n_host_blocks)
+            self.host_states = HostTier(n_host_states) if n_host_states else None
         self.snapshots: Snapshots | None = None
         if n_snapshots:
             assert prefix_caching, "snapshots are a part of the prefix cache"
             self.snapshots = Snapshots(
-                n_snapshots, n_rows=n_rows, block_size=block_size, every=snapshot_blocks
+                n_snapshots,
+                n_rows=n_rows,
+                block_size=block_size,
+                every=snapshot_blocks,
+                host=self.host_states,
             )
-        self.host: HostTier | None = None
-        if n_host_blocks:
-            assert prefix_caching, "the host tier is a part of the prefix cache"
-            assert not n_snapshots, "a block without the state after it is of no use to recurrent layers"
-            self.host = HostTier(n_host_blocks)
         self.prefixes = PrefixCache(self.snapshots, self.host) if prefix_caching else None
         self.n_promised = 0
         # A stack. Block 0 starts on top and is allocated first.

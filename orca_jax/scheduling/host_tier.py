@@ -76,11 +76,15 @@ class HostTier:
 
     def find(self, hashes: Sequence[bytes], first: int, limit: int) -> int:
         """The number of blocks to read in, one after another, from `hashes[first]` on and before `limit`."""
+        n, costs = self.n_found(hashes, first, limit), self.costs
+        return n if costs is None or costs.pays(n * costs.host, first, n) else 0
+
+    def n_found(self, hashes: Sequence[bytes], first: int, limit: int) -> int:
+        """The number of blocks that are here, as in `find`, whatever reading them costs."""
         end = first
         while end < min(limit, len(hashes)) and hashes[end] in self._place_of:
             end += 1
-        n, costs = end - first, self.costs
-        return n if costs is None or costs.pays(n * costs.host, first, n) else 0
+        return end - first
 
     def hold(self, hashes: Sequence[bytes]) -> None:
         """Keep these blocks of a prompt until the next iteration is issued, which reads them in.
@@ -128,6 +132,7 @@ class HostTier:
 
         None if there is none that the first `n_done` iterations alone have used.
         """
+        self._held.clear()  # what was held for the iteration before, which is issued
         place = self._take()
         if place is not None and self.last_use(place) >= n_done:
             self._free.append(place)
@@ -153,10 +158,10 @@ class HostTier:
         self._into = []
 
     def _take(self) -> int | None:
-        """A free place, or that of the block used longest ago; None if that block is held."""
+        """A free place, or that of the block used longest ago; None for none, or if that block is held."""
         if not self._free:
-            oldest = next(iter(self._place_of))
-            if oldest in self._held:
+            oldest = next(iter(self._place_of), None)
+            if oldest is None or oldest in self._held:
                 return None
             self._free.append(self._place_of.pop(oldest))
             self.n_evicted += 1

@@ -17,7 +17,7 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
 from orca_jax.scheduling.disk_tier import DiskTier
-from orca_jax.scheduling.host_tier import NO_HOST_COPIES, HostCopies
+from orca_jax.scheduling.host_tier import NO_HOST_COPIES, HostCopies, HostTier
 from orca_jax.scheduling.snapshots import NO_STATE_COPIES, StateCopies
 
 
@@ -84,8 +84,24 @@ class KVManager(Blocks):
 
     @property
     def host_copies(self) -> HostCopies:
-        """Blocks to copy to the host's memory and from it before the next issued iteration."""
-        return NO_HOST_COPIES if self.host is None else self.host.copies
+        """Blocks to copy to the host's memory and from it before the next issued iteration.
+
+        States of recurrent layers come after the blocks, and their places after those of blocks.
+        """
+        if self.host is None:
+            return NO_HOST_COPIES
+        copies, states = self.host.copies, self.host_states
+        if states is None or states.copies is NO_HOST_COPIES:
+            return copies
+        n_blocks, n_places = self.n_blocks, self.host.n
+        out = [(n_blocks + state, n_places + place) for state, place in states.copies.out]
+        into = [(n_places + place, n_blocks + row) for place, row in states.copies.into]
+        return HostCopies([*copies.out, *out], [*copies.into, *into])
+
+    @property
+    def tiers(self) -> list[HostTier]:
+        """The host's memory, of blocks and of states."""
+        return [tier for tier in (self.host, self.host_states) if tier is not None]
 
     @cached_property
     def beams(self) -> BeamBlocks:

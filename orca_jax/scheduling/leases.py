@@ -1,8 +1,9 @@
 """Leases: the blocks of finished prompts, kept in host memory until another server fetches them.
 
 When a request with `do_remote_decode` ends, its prompt's full blocks are gathered from the devices and
-leased. The response names the lease. It ends when it is taken, after its time, or when newer leases need its
-memory; the other server then computes the prompt itself.
+leased; with recurrent layers, the blocks up to the last snapshot, and the snapshot. The response names the
+lease. It ends when it is taken, after its time, or when newer leases need its memory; the other server then
+computes the prompt itself.
 """
 
 import threading
@@ -15,7 +16,7 @@ from typing import Protocol
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.scheduling.prefix_lookup import begins_with_a_known_token
+from orca_jax.scheduling.prefix_lookup import begins_with_a_known_token, hash_prompt
 
 
 class PackedBlocks(Protocol):
@@ -26,19 +27,23 @@ class PackedBlocks(Protocol):
         ...
 
     def parts(self, index: int) -> Sequence[memoryview]:
-        """The bytes of a block."""
+        """The bytes of a block, or of the state after the last one."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The first `n_blocks` blocks of a prompt, for whoever knows its name and `digest`."""
+    """The first `n_blocks` blocks of a prompt, for whoever knows its name and `digest`.
+
+    With recurrent layers the state after them is one more of its `n_parts`.
+    """
 
     params: KVTransferParams
     digest: bytes
     blocks: PackedBlocks
     n_bytes: int
     expires: float
+    n_parts: int
 
     @property
     def n_blocks(self) -> int:
@@ -48,7 +53,8 @@ class Lease:
 class Leases:
     """The leases of an engine: at most `most_bytes`, each for `seconds`.
 
-    `pack` starts gathering blocks; the scheduler's thread calls it. `address` is where other servers take
+    `pack` starts gathering blocks, and the state after them if there is one; the scheduler's thread calls it.
+    A state has `state_bytes`. `address` is where other servers take
     leases. `n_granted`, `n_taken` and `n_expired` count leases; the last has those that made room for others
     as well.
     """
@@ -57,9 +63,10 @@ class Leases:
         self,
         kv: KVManager,
         facts: TransferFacts,
-        pack: Callable[[Sequence[int]], PackedBlocks],
+        pack: Callable[[Sequence[int], int | None], PackedBlocks],
         *,
         block_bytes: int,
+        state_bytes: int = 0,
         most_bytes: int,
         seconds: float,
         engine_id: str,
@@ -67,7 +74,8 @@ class Leases:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kv, self._facts, self._pack = kv, facts, pack
-        self._block_bytes, self._most_bytes, self._seconds = block_bytes, most_bytes, seconds
+        self._block_bytes, self._state_bytes = block_bytes, state_bytes
+        self._most_bytes, self._seconds = most_bytes, seconds
         self._engine_id, self.address = engine_id, address
         self._clock = clock
         self._lock = threading.Lock()
@@ -91,8 +99,17 @@ class Leases:
         kv, wish = self._kv, req.kv_transfer
         if wish is None or not wish.do_remote_decode:
             return
+        gives_token = reason is FinishReason.LENGTH and begins_with_a_known_token(req)
         n_blocks = len(req.prompt_ids) // kv.block_size
-        n_bytes = n_blocks * self._block_bytes
+        state: int | None = None
+        if kv.snapshots is not None:
+            hashes = hash_prompt(req, kv)
+            # Without the token after the prompt, the other server computes at least the prompt's last token.
+            n_blocks = kv.snapshots.longest(
+                hashes, (len(req.prompt_ids) - (not gives_token)) // kv.block_size
+            )
+            state = kv.snapshots.place_of(hashes[n_blocks - 1]) if n_blocks else None
+        n_bytes = n_blocks * self._block_bytes + (0 if state is None else self._state_bytes)
         if self._stopped or not n_blocks or req.kind.forks:
             return
         if self._newest is not None:
@@ -109,10 +126,11 @@ class Leases:
         tokens = req.prompt_ids[: n_blocks * kv.block_size]
         salt = kv.owner_of(req.cache_salt)
         digest = self._facts.digest(tokens, salt)
-        if reason is FinishReason.LENGTH and begins_with_a_known_token(req):
+        if gives_token:
             params = self._facts.with_first_token(params, req.output_ids[0], req.prompt_ids, salt)
-        blocks = self._pack(kv.block_table[req.row, :n_blocks].tolist())
-        lease = self._newest = Lease(params, digest, blocks, n_bytes, self._clock() + self._seconds)
+        blocks = self._pack(kv.block_table[req.row, :n_blocks].tolist(), state)
+        n_parts = n_blocks + (state is not None)
+        lease = self._newest = Lease(params, digest, blocks, n_bytes, self._clock() + self._seconds, n_parts)
         with self._lock:
             self._leases[params.remote_request_id] = lease
             self.n_granted += 1

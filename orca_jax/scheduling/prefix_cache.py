@@ -93,17 +93,14 @@ class PrefixCache:
         """All blocks that can be found, with their hashes."""
         return [*self._block_of.items()]
 
-    def find(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
-        """The blocks of the longest cached prefix of `hashes`, at most `limit` blocks."""
-        blocks = self._found(hashes, limit)
-        if self.snapshots is not None:
-            del blocks[self.snapshots.longest(hashes, len(blocks)) :]
-        return blocks
-
     def __contains__(self, block_hash: _Hash) -> bool:
         return block_hash in self._block_of
 
-    def _found(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
+    def find(self, hashes: Sequence[_Hash], limit: int) -> list[int]:
+        """The blocks of the longest cached prefix of `hashes`, at most `limit` blocks.
+
+        With recurrent layers a request may begin with fewer (`prefix_lookup.cached_blocks`).
+        """
         blocks: list[int] = []
         for i in range(min(limit, len(hashes))):
             block = self._block_of.get(hashes[i])

@@ -37,14 +37,55 @@ def cached_blocks(req: Request, kv: KVManager) -> list[int]:
     prefixes = kv.prefixes
     if prefixes is None or _needs_whole_prompt(req):
         return []
-    return prefixes.find(hash_prompt(req, kv), most_blocks(req, kv))
+    hashes = hash_prompt(req, kv)
+    blocks = prefixes.find(hashes, most_blocks(req, kv))
+    if kv.snapshots is None or _read_in_to_a_state(req, len(blocks), kv):
+        return blocks
+    n = kv.snapshots.longest_in_tiers(hashes, len(blocks))
+    costs = None if kv.host is None else kv.host.costs
+    if costs is not None and n and hashes[n - 1] not in kv.snapshots:
+        first = kv.snapshots.longest(hashes, n)
+        n = n if costs.pays(costs.state * costs.host, first, n - first) else first
+    return blocks[:n]
 
 
 def host_blocks(req: Request, n_cached: int, kv: KVManager) -> int:
-    """The number of blocks that a waiting request can read in from the host after its `n_cached` blocks."""
+    """The number of blocks that a waiting request can read in from the host after its `n_cached` blocks.
+
+    With recurrent layers these end where there is a state, on the devices or in the host's memory.
+    """
     if kv.host is None or _needs_whole_prompt(req):
         return 0
+    if kv.snapshots is not None:
+        return _read_in_to_a_state(req, n_cached, kv)
     return kv.host.find(hash_prompt(req, kv), n_cached, most_blocks(req, kv))
+
+
+def blocks_in_tiers(req: Request, kv: KVManager) -> int:
+    """Count a prompt's first blocks on the devices or in the host's memory, with a state or without."""
+    prefixes, host = kv.prefixes, kv.host
+    assert prefixes is not None and host is not None
+    hashes, most = hash_prompt(req, kv), most_blocks(req, kv)
+    n_cached = len(prefixes.find(hashes, most))
+    return n_cached + host.n_found(hashes, n_cached, most)
+
+
+def _read_in_to_a_state(req: Request, n_cached: int, kv: KVManager) -> int:
+    """The number of blocks to read in after the first `n_cached`, so that a state follows the last."""
+    assert kv.snapshots is not None
+    if kv.host is None:
+        return 0
+    hashes, costs = hash_prompt(req, kv), kv.host.costs
+    end = n_cached + kv.host.n_found(hashes, n_cached, most_blocks(req, kv))
+    n = kv.snapshots.longest_in_tiers(hashes, end, n_cached)
+    if not n:
+        return 0
+    if costs is not None:
+        first = kv.snapshots.longest_in_tiers(hashes, n_cached)
+        n_states = 0 if hashes[n - 1] in kv.snapshots else costs.state
+        if not costs.pays((n - n_cached + n_states) * costs.host, first, n - first):
+            return 0
+    return n - n_cached
 
 
 def awaits_transfer(req: Request, kv: KVManager) -> bool:
@@ -67,7 +108,8 @@ def awaits_blocks(req: Request, n_found: int, kv: KVManager) -> bool:
     """Whether blocks after the first `n_found` are being read from the disk tier for a waiting request."""
     if kv.disk is None or _needs_whole_prompt(req):
         return False
-    return kv.disk.awaits(req, hash_prompt(req, kv), n_found, most_blocks(req, kv))
+    n_here = n_found if kv.snapshots is None else max(n_found, blocks_in_tiers(req, kv))
+    return kv.disk.awaits(req, hash_prompt(req, kv), n_found, most_blocks(req, kv), n_here=n_here)
 
 
 def most_blocks(req: Request, kv: KVManager) -> int:
@@ -174,9 +216,17 @@ def reserve_sharing(
         for req, blocks in zip(new, shared, strict=True)
         if req in read_in
     }
+    # Before any block is allocated, which may evict others to the host.
     if kv.host is not None:
-        for hashes in read.values():  # before any block is allocated, which may evict others to the host
+        for hashes in read.values():
             kv.host.hold(hashes)
+    held = dict[Request, tuple[int | None, bytes]]()
+    if kv.snapshots is not None:
+        for req, blocks in zip(new, shared, strict=True):
+            n = len(blocks) + len(read.get(req, ()))
+            if n:
+                block_hash = hash_prompt(req, kv)[n - 1]
+                held[req] = kv.snapshots.hold(block_hash), block_hash
     rows = kv.reserve_sharing(list(zip(n_tokens, shared, strict=True)))
     for req, row, blocks in zip(new, rows, shared, strict=True):
         req.row = row
@@ -188,8 +238,8 @@ def reserve_sharing(
             n += len(read[req])
             kv.host.read(read[req], kv.block_table[row, len(blocks) : n].tolist())
         req.n_computed = n * kv.block_size
-        if kv.snapshots is not None and blocks:
-            kv.snapshots.use(hash_prompt(req, kv)[len(blocks) - 1], row, req.n_computed)
+        if kv.snapshots is not None and req in held:
+            kv.snapshots.use(*held[req], row, req.n_computed)
         if not req.n_preempted:
             req.n_cached = req.n_computed
             prefixes.n_queries += len(req.prompt_ids)

@@ -198,8 +198,8 @@ class Scheduler:
         self.pool.admit(new)
         if self.kv.snapshots is not None:
             self.kv.snapshots.begin()
-        if self.kv.host is not None:
-            self.kv.host.begin()
+        for tier in self.kv.tiers:
+            tier.begin()
         allocate(new, choice.cached, self.kv, on_demand=self._on_demand, read_in=choice.read_in)
         for req in new:
             self._count_admission(req)

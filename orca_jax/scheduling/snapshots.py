@@ -7,12 +7,19 @@ after the last of them, so a hit ends at the last border that has one.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
+
+from orca_jax.scheduling.host_tier import HostTier
 
 # Blocks between two snapshots of one request, at the least: fewer tokens are computed again quicker than they
 # are worth a state's memory.
 _LEAST_BLOCKS = 4
+
+
+def least_blocks(every: int) -> int:
+    """The fewest blocks between two snapshots of a request, of which one is kept `every` so many blocks."""
+    return min(every, _LEAST_BLOCKS)
 
 
 class StateCopies(NamedTuple):
@@ -36,15 +43,22 @@ class Snapshots:
     `every` blocks, at the end of its prompt, and where other requests' prompts went on differently; any other
     one gives its place to the request's next, unless another request has found it meanwhile. If no place is
     free, the snapshot that was used longest ago goes. `n_made`, `n_used` and `n_evicted` count.
+
+    Snapshots that others replace go to the `host` tier, if there is one, and so do those whose blocks are
+    evicted. From there a state is read into a snapshot's place, where other requests find it too, or into the
+    request's row if no place is free.
     """
 
-    def __init__(self, n: int, *, n_rows: int, block_size: int, every: int) -> None:
+    def __init__(
+        self, n: int, *, n_rows: int, block_size: int, every: int, host: HostTier | None = None
+    ) -> None:
         self.n = n
+        self.host = host
         self.n_made = self.n_used = self.n_evicted = 0
         self.copies = StateCopies([], [])  # of the next issued iteration
         self._size = block_size
         self._every = every * block_size
-        self._least = min(every, _LEAST_BLOCKS) * block_size
+        self._least = least_blocks(every) * block_size
         self._free = list(range(n_rows + n - 1, n_rows - 1, -1))  # a stack
         self._named: OrderedDict[bytes, int] = OrderedDict()  # by hash, least recently used first
         self._name_of: dict[int, bytes] = {}
@@ -54,6 +68,7 @@ class Snapshots:
         self._replaceable: dict[int, int] = {}
         self._row_of: dict[int, int] = {}  # the inverse
         self._newest = [0] * n_rows
+        self._held: set[int] = set()  # snapshots that new rows of the next issued iteration begin with
 
     def __len__(self) -> int:
         """Snapshots that can be found or will be."""
@@ -66,6 +81,21 @@ class Snapshots:
         """The most of the first `n_blocks` blocks after which there is a snapshot; 0 for none."""
         named = self._named
         return next((n for n in range(n_blocks, 0, -1) if hashes[n - 1] in named), 0)
+
+    def longest_in_tiers(self, hashes: Sequence[bytes], n_blocks: int, first: int = 0) -> int:
+        """Like `longest`, with the host tier's, and of more than the `first` blocks."""
+        host: Container[bytes] = () if self.host is None else self.host
+        named = self._named
+        borders = range(n_blocks, first, -1)
+        return next((n for n in borders if hashes[n - 1] in named or hashes[n - 1] in host), 0)
+
+    def place_of(self, block_hash: bytes) -> int | None:
+        """The state that is the snapshot with this hash; None for none on the devices."""
+        return self._named.get(block_hash)
+
+    def all_named(self) -> list[tuple[bytes, int]]:
+        """The snapshots that can be found on the devices: hash and state."""
+        return [*self._named.items()]
 
     def next_border(self, n_computed: int, n_tokens: int, n_cached: int, row: int) -> int | None:
         """The number of tokens at which a prompt's next piece must end for a snapshot; None: anywhere.
@@ -81,15 +111,53 @@ class Snapshots:
     def begin(self) -> None:
         """Forget the copies of the iteration before."""
         self.copies = StateCopies([], [])
+        self._held.clear()
 
-    def use(self, block_hash: bytes, row: int, n_tokens: int) -> None:
-        """Let a new row go on after its first `n_tokens` tokens, from the snapshot with this hash."""
-        snapshot = self._named[block_hash]
+    def hold(self, block_hash: bytes) -> int | None:
+        """The snapshot with this hash, for `use`; None if it has to be read from the host tier.
+
+        Call it before any block is allocated, which may evict the snapshot or others. It can still be used
+        then: the iteration copies it before it makes another one at its place.
+        """
+        snapshot = self._named.get(block_hash)
+        if snapshot is None:
+            assert self.host is not None, "a prompt begins where there is a snapshot"
+            self.host.hold((block_hash,))
+            return None
         self._named.move_to_end(block_hash)
         self._keep(snapshot)
-        self.copies.before.append((snapshot, row))
+        self._held.add(snapshot)
+        return snapshot
+
+    def use(self, snapshot: int | None, block_hash: bytes, row: int, n_tokens: int) -> None:
+        """Let a new row go on after its first `n_tokens` tokens, from what `hold` returned for this hash."""
+        if snapshot is None:
+            snapshot = self._read_in(block_hash, row)
+        if snapshot is not None:
+            self.copies.before.append((snapshot, row))
         self._newest[row] = n_tokens
         self.n_used += 1
+
+    def _read_in(self, block_hash: bytes, row: int) -> int | None:
+        """Let a state be read in from the host: as a snapshot, or into the row if no place is free.
+
+        A place is not free where a row of the next iteration begins: the host's states are copied first.
+        """
+        found = self._named.get(block_hash)
+        if found is not None:  # another new row has the same beginning
+            return found
+        assert self.host is not None
+        place = self._free[-1] if self._free else next(iter(self._named.values()), None)
+        if place is None or place in self._held:
+            self.host.read((block_hash,), (row,))
+            return None
+        taken = self._take()
+        assert taken == place
+        self.host.read((block_hash,), (place,))
+        self._held.add(place)
+        self._named[block_hash] = place
+        self._name_of[place] = block_hash
+        return place
 
     def make(self, row: int, n_tokens: int, *, prompt: int, known: bytes | None, shared: bool) -> None:
         """Make a snapshot of a row that will have computed `n_tokens`, if that is a border far enough on.
@@ -132,7 +200,7 @@ class Snapshots:
         """Forget the snapshot with this hash, if there is one: its block is gone."""
         snapshot = self._named.get(block_hash)
         if snapshot is not None:
-            self._forget(snapshot)
+            self._leave(block_hash, snapshot)
 
     def release(self, row: int) -> None:
         """End a row: its snapshots stay, except those whose tokens were never known."""
@@ -155,6 +223,8 @@ class Snapshots:
             self._free += unnamed.values()
             unnamed.clear()
             self._newest[row] = 0
+        if self.host is not None:
+            self.host.clear()
         self.begin()
 
     def _last_border(self, n_tokens: int) -> int:
@@ -164,9 +234,15 @@ class Snapshots:
     def _take(self) -> int | None:
         """A snapshot's place for another use: a free one, or the one used longest ago; None if none is."""
         if not self._free and self._named:
-            self._forget(next(iter(self._named.values())))
+            self._leave(*next(iter(self._named.items())))
             self.n_evicted += 1
         return self._free.pop() if self._free else None
+
+    def _leave(self, block_hash: bytes, snapshot: int) -> None:
+        """Free a snapshot that can be found, which goes to the host tier."""
+        if self.host is not None:
+            self.host.store(block_hash, snapshot)
+        self._forget(snapshot)
 
     def _forget(self, snapshot: int) -> None:
         """Free a snapshot, with its hash if it has one."""

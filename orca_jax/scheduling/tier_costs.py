@@ -9,7 +9,7 @@ class TierCosts:
 
     A prompt's token takes `token` seconds, and `pair` more for each key that it attends to. A block takes
     `host` seconds from the host's memory to the devices, and `disk` or `peer` from further away, with the way
-    from the host's memory.
+    from the host's memory. A state of recurrent layers takes as long as `state` blocks.
     """
 
     block_size: int
@@ -18,6 +18,7 @@ class TierCosts:
     host: float = 0.0
     disk: float = 0.0
     peer: float = 0.0
+    state: float = 0.0
 
     def pays(self, seconds: float, first: int, n: int) -> bool:
         """Whether reading `n` blocks after the `first` ones in so many seconds is quicker than computing."""

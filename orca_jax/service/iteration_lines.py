@@ -46,6 +46,8 @@ class IterationLines:
             line["snapshots"] = len(scheduler.kv.snapshots)
         if scheduler.kv.host is not None:
             line["host_blocks"] = len(scheduler.kv.host)
+        if scheduler.kv.host_states is not None:
+            line["host_states"] = len(scheduler.kv.host_states)
         self._in_flight[record.number] = line
         return line
 

@@ -197,6 +197,7 @@ def _kv_manager(config: ServingConfig, *, n_rows: int, max_blocks_per_row: int) 
         n_snapshots=config.n_snapshots,
         snapshot_blocks=config.scheduling.snapshot_blocks,
         n_host_blocks=config.n_host_blocks,
+        n_host_states=config.n_host_states,
     )
 
 

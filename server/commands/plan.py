@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(name, plan, why_arithmetic)
         if pool is not None:
-            _show_pool(pool)
+            _show_pool(pool, states=plan.target.model.has_state)
     return 0 if plan.fits else _DOES_NOT_FIT
 
 
@@ -258,8 +258,9 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
         console.out(_recommended(plan))
 
 
-def _show_pool(pool: PoolPlan) -> None:
+def _show_pool(pool: PoolPlan, *, states: bool) -> None:
     console = _console()
+    what = "keys and values, and its state" if states else "keys and values"
     other = "decode" if pool.role == "prefill" else "prefill"
     console.out(
         f"--role {pool.role}, at the floors, prompts of {pool.context:,} tokens and {pool.n_output:,} more: "
@@ -268,7 +269,7 @@ def _show_pool(pool: PoolPlan) -> None:
     if pool.role == "decode":
         console.out(f"{pool.max_batch_size} requests decode together")
     console.out(
-        f"A prompt's keys and values: {pool.prompt_bytes / _MIB:,.1f} MiB, "
+        f"A prompt's {what}: {pool.prompt_bytes / _MIB:,.1f} MiB, "
         f"{pool.transfer_seconds * 1e3:,.1f} ms to another machine; --kv-host-bytes {pool.host_bytes}"
     )
 

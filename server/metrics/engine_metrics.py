@@ -352,6 +352,10 @@ class EngineMetrics(TimelineObserver):
         kept = scheduler.kv.snapshots
         host = scheduler.kv.host
         n_stored, n_read, n_lost = (0, 0, 0) if host is None else (host.n_stored, host.n_read, host.n_evicted)
+        states = scheduler.kv.host_states
+        n_out, n_into, n_gone = (
+            (0, 0, 0) if states is None else (states.n_stored, states.n_read, states.n_evicted)
+        )
         files = None if scheduler.kv.disk is None else scheduler.kv.disk.files
         n_written, n_loaded, n_bad, n_removed = (
             (0, 0, 0, 0) if files is None else (files.n_written, files.n_read, files.n_bad, files.n_removed)
@@ -373,6 +377,9 @@ class EngineMetrics(TimelineObserver):
             ("kv_host_blocks_stored", "Evicted blocks that went to the host's memory.", n_stored),
             ("kv_host_blocks_read", "Blocks that prompts read in from the host's memory.", n_read),
             ("kv_host_blocks_evicted", "Blocks dropped from the host's memory for others.", n_lost),
+            ("kv_host_states_stored", "Snapshots of states that went to the host's memory.", n_out),
+            ("kv_host_states_read", "States that prompts read in from the host's memory.", n_into),
+            ("kv_host_states_evicted", "States dropped from the host's memory for others.", n_gone),
             ("kv_disk_blocks_written", "Blocks written to the disk tier.", n_written),
             ("kv_disk_blocks_read", "Blocks read from the disk tier.", n_loaded),
             ("kv_disk_blocks_bad", "Blocks that were damaged or missing.", n_bad),
@@ -445,10 +452,15 @@ class EngineMetrics(TimelineObserver):
         yield "state_snapshots_most", "Snapshots of states that fit.", n_snapshots
         yield "state_snapshots", "Snapshots of states in the prefix cache.", n_kept
         n_cached = 0 if kv.prefixes is None else len(kv.prefixes)
-        n_kept, each = 0 if kv.host is None else len(kv.host), self._model.serving.host_block_bytes
-        yield "kv_host_blocks", "Blocks in the host's memory that prompts can read in.", n_kept
-        yield "kv_host_bytes", "Bytes of these blocks, all stages together.", n_kept * each
-        yield "kv_host_bytes_most", "Bytes that they may take.", self._model.serving.n_host_blocks * each
+        serving = self._model.serving
+        n_here = 0 if kv.host is None else len(kv.host)
+        n_states = 0 if kv.host_states is None else len(kv.host_states)
+        each, state = serving.host_block_bytes, serving.host_state_bytes
+        most = serving.n_host_blocks * each + serving.n_host_states * state
+        yield "kv_host_blocks", "Blocks in the host's memory that prompts can read in.", n_here
+        yield "kv_host_states", "Recurrent layers' states there.", n_states
+        yield "kv_host_bytes", "Bytes of both, all stages together.", n_here * each + n_states * state
+        yield "kv_host_bytes_most", "Bytes that they may take.", most
         n_blocks, n_bytes = (0, 0) if kv.disk is None else (kv.disk.files.n_blocks, kv.disk.files.n_bytes)
         yield "kv_disk_blocks", "Blocks in the files of the disk tier.", n_blocks
         yield "kv_disk_bytes", "Bytes of these files.", n_bytes

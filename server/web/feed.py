@@ -224,7 +224,15 @@ def _sizes(model: ServedModel | None) -> Line:
     if model is None:
         names = ("model", "policy", "scheduling_policy", "n_workers", "max_batch_size", "n_slots", "n_states")
         return dict.fromkeys(
-            (*names, "n_snapshots", "n_host_blocks", "block_size", "max_batch_tokens", "buckets")
+            (
+                *names,
+                "n_snapshots",
+                "n_host_blocks",
+                "n_host_states",
+                "block_size",
+                "max_batch_tokens",
+                "buckets",
+            )
         )
     serving = model.serving
     return {
@@ -237,6 +245,7 @@ def _sizes(model: ServedModel | None) -> Line:
         "n_states": model.orca.scheduler.kv.n_rows if model.config.has_state else 0,
         "n_snapshots": serving.n_snapshots,
         "n_host_blocks": serving.n_host_blocks,
+        "n_host_states": serving.n_host_states,
         "block_size": serving.block_size,
         "max_batch_tokens": serving.max_batch_tokens,
         "buckets": list(model.orca.timeline.bucket_sizes),

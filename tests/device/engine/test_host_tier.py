@@ -125,8 +125,7 @@ def test_its_size_is_in_bytes_of_all_stages() -> None:
         serving_config(model, replace(sizes, kv_host_bytes=9), rooms)
 
 
-@pytest.mark.parametrize(("preset", "why"), [("lfm2-8b-a1b", "recurrent layers"), ("t5-small", "an encoder")])
-def test_models_whose_blocks_do_not_say_everything_are_refused(preset: str, why: str) -> None:
+def test_a_model_whose_blocks_do_not_say_everything_is_refused() -> None:
     room = StageRoom(layers=range(1), n_devices=1, itemsize=4, attention="static", free=None, modest=1 << 34)
-    with pytest.raises(ConfigError, match=f"kv_host_bytes is 1073741824, and .*{why}.* leave it out"):
-        serving_config(PRESETS[preset], Sizes(kv_host_bytes=1 << 30), [room])
+    with pytest.raises(ConfigError, match=r"kv_host_bytes is 1073741824, and .*an encoder.* leave it out"):
+        serving_config(PRESETS["t5-small"], Sizes(kv_host_bytes=1 << 30), [room])

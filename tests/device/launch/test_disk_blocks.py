@@ -19,11 +19,11 @@ SIZES: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 64, "n_slots":
 
 
 def run(
-    directory: Path, prompts: list[list[int]] = PROMPTS, **other: Any
+    directory: Path, prompts: list[list[int]] = PROMPTS, model: Path = GOLDEN.directory, **other: Any
 ) -> tuple[list[list[int]], list[int]]:
     """The tokens that an engine with this directory gives, and how many of each prompt it found."""
     sizes = SIZES | {"kv_host_bytes": 1 << 20, "kv_disk": directory} | other
-    with LLM(GOLDEN.directory, **sizes) as llm:
+    with LLM(model, **sizes) as llm:
         results = [llm.generate([prompt], PARAMS)[0] for prompt in prompts]
         return [result.token_ids for result in results], [result.n_cached for result in results]
 
@@ -40,6 +40,27 @@ def test_prompts_are_found_after_a_restart_and_damaged_files_are_not(tmp_path: P
     again, found = run(tmp_path)
     assert again == tokens and not any(found)
     assert all(run(tmp_path)[1]), "and written again"
+
+
+@pytest.mark.long
+def test_a_hybrid_s_states_are_found_after_a_restart_and_damaged_ones_are_not(tmp_path: Path) -> None:
+    golden = load_golden("bamba-grouped")
+    prompts = [list(prompt) for prompt in golden.prompts if 20 < len(prompt) < 50][:4]
+
+    def again() -> tuple[list[list[int]], list[int]]:
+        return run(tmp_path, prompts, golden.directory, snapshot_blocks=1, compile_ahead=False)
+
+    tokens, found = again()
+    assert not any(found)
+    full = [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+    assert again() == (tokens, full)
+    # A state has 2,592 bytes, and a block 512.
+    files = [path for path in tmp_path.rglob("??/*") if path.stat().st_size > 2592]
+    assert len(files) > len(prompts)
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-9] + b"nonsense!")
+    assert again() == (tokens, [0] * len(prompts)), "blocks without a state are of no use"
+    assert again() == (tokens, full), "and written again"
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Every family's blocks in a host tier, on a disk and from another engine: tokens are transformers'.
 
-Models with recurrent layers or an encoder are refused by name, since their blocks do not say everything.
+The states of recurrent layers go with them. Models with an encoder are refused by name, since their blocks do
+not say everything.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,8 @@ from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from tests.device.model.golden import DIRECTORY, NAMES, Golden, load_golden
 
-FEW = ("mistral-window", "deepseek-v3-groups-yarn-dense-first")
 RECURRENT = tuple(name for name in NAMES if find_model(DIRECTORY / name, "auto").config.has_state)
-TRAVELLING = tuple(name for name in NAMES if name not in RECURRENT)
+FEW = ("mistral-window", "deepseek-v3-groups-yarn-dense-first", RECURRENT[0])
 WITH_ENCODER = tuple(sorted(path.parent.name for path in DIRECTORY.glob("*/encoder_golden.npz")))
 BLOCK, N_OUTPUT, N_PROMPTS = 4, 6, 6
 SIZES: dict[str, Any] = {
@@ -112,11 +112,13 @@ def golden_case(name: str) -> Case:
     golden = load_golden(name)
     rows = longest_prompts(golden)
     prompts = [golden.prompts[row] for row in rows]
-    return Case(golden.directory, {}, prompts, [golden.sure(row)[:N_OUTPUT] for row in rows])
+    # A snapshot at each border of two blocks, so that hybrids find what others find.
+    options = {"snapshot_blocks": 1} if name in RECURRENT else {}
+    return Case(golden.directory, options, prompts, [golden.sure(row)[:N_OUTPUT] for row in rows])
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.long) for name in TRAVELLING]
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.long) for name in NAMES]
 )
 def test_tokens_are_the_same_from_a_host_tier_a_disk_and_another_engine(name: str, tmp_path: Path) -> None:
     golden_case(name).travels(tmp_path)
@@ -143,18 +145,20 @@ def test_caches_of_eight_bits_and_other_policies(options: Mapping[str, Any], tmp
     Case(golden.directory, options, prompts, outputs).travels(tmp_path)
 
 
-def test_no_tier_and_no_lease_for_recurrent_layers(tmp_path: Path) -> None:
-    """States of recurrent layers do not travel."""
-    refused = "kv_host_bytes is 4194304, and a block of a model with recurrent layers .* so leave it out"
-    for name in RECURRENT:
-        with pytest.raises(ConfigError, match=refused):
-            LLM(DIRECTORY / name, **SIZES)
-    asked: list[dict[str, Any]] = [{"kv_disk": tmp_path}, {"role": "prefill"}, {"role": "decode"}]
-    for each in asked:
-        with pytest.raises(ConfigError, match=refused):
-            LLM(DIRECTORY / RECURRENT[0], **SIZES, **each)
-        with pytest.raises(ConfigError, match="kv_host_bytes is 0"):
-            LLM(DIRECTORY / RECURRENT[0], **{**SIZES, "kv_host_bytes": 0}, **each)
+@pytest.mark.matrix
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_states_travel_between_servers_of_different_stages(role: str) -> None:
+    """Keys, values and states of one role's layers are on two stages, and of the other's on one."""
+    case = golden_case("bamba-grouped")
+    splits = {"prefill": {}, "decode": {}, role: {"pipeline_parallel": 2}}
+    with (
+        case.engine(role="prefill", **splits["prefill"]) as prefill,
+        case.engine(role="decode", **splits["decode"]) as decode,
+    ):
+        for row in range(2):
+            transfer = case.lease(prefill, row)
+            n_known = transfer.first_token_id is not None
+            assert case.n_cached(decode, row, transfer) == case.full(row, n_known)
 
 
 def test_no_tier_and_no_lease_for_encoders() -> None:

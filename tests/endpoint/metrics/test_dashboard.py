@@ -33,6 +33,8 @@ NOT_SHOWN = {
     # With --kv-host-bytes alone.
     *("orca_kv_host_blocks", "orca_kv_host_bytes", "orca_kv_host_bytes_most"),
     *(f"orca_kv_host_blocks_{what}" for what in ("stored", "read", "evicted")),
+    "orca_kv_host_states",
+    *(f"orca_kv_host_states_{what}" for what in ("stored", "read", "evicted")),
     *("orca_kv_disk_blocks", "orca_kv_disk_bytes"),
     *(f"orca_kv_disk_blocks_{what}" for what in ("written", "read", "bad", "removed")),
     # With --role alone.

@@ -56,6 +56,10 @@ ENGINE = {
     "orca_kv_host_blocks_stored": "counter",
     "orca_kv_host_blocks_read": "counter",
     "orca_kv_host_blocks_evicted": "counter",
+    "orca_kv_host_states": "gauge",
+    "orca_kv_host_states_stored": "counter",
+    "orca_kv_host_states_read": "counter",
+    "orca_kv_host_states_evicted": "counter",
     "orca_kv_disk_blocks": "gauge",
     "orca_kv_disk_bytes": "gauge",
     "orca_kv_disk_blocks_written": "counter",
@@ -141,6 +145,9 @@ def observed(
         n_rows=2 * config.max_batch_size,
         max_blocks_per_row=MODEL.n_positions // config.block_size,
         prefix_caching=config.scheduling.prefix_caching,
+        n_snapshots=config.n_snapshots,
+        n_host_blocks=config.n_host_blocks,
+        n_host_states=config.n_host_states,
     )
     service = Orca(
         engine, kv, config=config, model=model, bucket_sizes=bucket_sizes, clock=clock, restarts=restarts
@@ -314,6 +321,29 @@ def test_states_are_those_of_admitted_requests(gated: GatedEngine, recurrent: bo
         assert all(len(each.result(SOON).token_ids) == 9 for each in three)
         until(lambda: at_rest(service), "rest")
         assert now() == (4 * recurrent, 0)
+
+
+def test_the_host_tier_has_the_bytes_of_blocks_and_states(gated: GatedEngine) -> None:
+    config = ServingConfig(
+        max_batch_size=2,
+        n_slots=256,
+        max_batch_tokens=64,
+        block_size=8,
+        n_snapshots=1,
+        n_host_blocks=5,
+        host_block_bytes=100,
+        n_host_states=2,
+        host_state_bytes=1000,
+        scheduling=SchedulingConfig(),
+    )
+    service, metrics = observed(gated, config=config)
+    host, states = service.scheduler.kv.tiers
+    for i in range(3):
+        host.store(bytes([i]), i)
+        states.store(bytes([i]), i)
+    samples = scrape(metrics)
+    names = ("blocks", "states", "bytes", "bytes_most", "states_stored_total", "states_evicted_total")
+    assert [of_engine(samples, f"kv_host_{name}") for name in names] == [3, 2, 2300, 2500, 3, 1]
 
 
 def test_shared_slots_are_used_once(gated: GatedEngine) -> None:

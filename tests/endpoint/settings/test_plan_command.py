@@ -110,6 +110,21 @@ def test_a_server_of_one_role(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--role decode, at the floors" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("context", [8, 1024])
+def test_a_hybrid_s_prompts_travel_with_their_state(context: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """LFM2 8B: 6 layers of 8 heads of 64 elements attend, and 18 keep 2 inputs of 2,048 channels."""
+    keys, state = context * 6 * 2 * 8 * 64 * 2, 18 * 2 * 2048 * 2
+    assert (keys < state) == (context == 8)
+    asked = ("lfm2-8b-a1b", "--device", "h200", "--no-compile", "--context", str(context))
+    assert orca_plan(*asked, "--json", "--role", "prefill") == 0
+    pool = answer(capsys)["pool"]
+    assert pool["prompt_bytes"] == keys + state
+    n_prompts, rest = divmod(pool["host_bytes"], 2 * max(keys, state))
+    assert not rest and n_prompts >= pool["requests_per_second"], "half of the tier may be states"
+    assert orca_plan(*asked, "--role", "prefill") == 0
+    assert "A prompt's keys and values, and its state: " in capsys.readouterr().out
+
+
 def test_xlas_figures_take_precedence(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,8 +221,8 @@ def test_without_a_model_the_demo_model_is_planned(capsys: pytest.CaptureFixture
             "output_tokens is 0; it must be at least 1",
         ),
         (
-            ("lfm2-8b-a1b", "--device", "h200", "--no-compile", "--role", "prefill"),
-            "prompts of a model with recurrent layers do not travel",
+            ("t5-small", "--device", "h200", "--no-compile", "--role", "prefill"),
+            "prompts of a model with an encoder do not travel",
         ),
         (("gpt2", "--device", "h200", "--bandwidth", "-1"), "bandwidth is -1; it must be a number above 0"),
         (("no/such/place", "--device", "h200"), "there is no directory no/such/place"),

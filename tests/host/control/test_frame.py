@@ -120,8 +120,8 @@ UNKNOWN = b"\xa2\x1f\x01x"  # field 500
         (worker_pb2.Frame(up_to_version_4=b"abcdefgh").SerializeToString(), "not a frame of orca_jax"),
         (worker_pb2.Frame(up_to_version_4=b"\xa1").SerializeToString(), "not a frame of orca_jax"),
         (with_body(BODY, version=0), "not a frame of orca_jax"),
-        (with_body(BODY, version=11), "has protocol version 11, and this side uses 10"),
-        (with_body(BODY, version=11) + UNKNOWN, "has protocol version 11, and this side uses 10"),
+        (with_body(BODY, version=12), "has protocol version 12, and this side uses 11"),
+        (with_body(BODY, version=12) + UNKNOWN, "has protocol version 12, and this side uses 11"),
         (with_body(BODY) + UNKNOWN, "unknown or repeated fields"),
         (with_body(BODY) + with_body(BODY), "unknown or repeated fields"),
         (with_body(BODY + UNKNOWN), "body of a frame: they hold unknown"),
@@ -152,7 +152,7 @@ VERSION_4 = [
 @pytest.mark.parametrize("data", VERSION_4)
 def test_a_peer_of_the_wire_before_is_refused_by_version(data: bytes):
     message = (
-        "the frame has protocol version 4, and this side uses 10; run the same version of orca_jax everywhere"
+        "the frame has protocol version 4, and this side uses 11; run the same version of orca_jax everywhere"
     )
     with pytest.raises(BadFrame, match=message):
         decode_frame(data)

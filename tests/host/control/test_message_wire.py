@@ -441,6 +441,26 @@ def test_copies_to_the_host_and_from_it_go_over_the_wire() -> None:
 HYBRID = replace(SHAPE, states=True, n_snapshots=3)  # the snapshots are states 12 to 14
 
 
+def test_states_go_to_the_host_after_the_blocks_and_to_places_after_theirs() -> None:
+    """Blocks are 0 to 63 and states 64 to 78; places of blocks are 0 to 4 and of states 5 and 6."""
+    shape = replace(HYBRID, n_host_blocks=5, n_host_states=2)
+    out, into = np.array([[63, 4], [64, 5], [78, 6]], np.int32), np.array([[4, 1], [5, 77]], np.int32)
+    message = replace(message_of([ONE]), to_host=out, from_host=into)
+    decoded = decode_message(encode_message(message, shape), shape)
+    np.testing.assert_array_equal(decoded.to_host, out)
+    np.testing.assert_array_equal(decoded.from_host, into)
+    for name, wrong, complaint in (
+        ("to_host", [[79, 5]], "a block of the host tier 79; it must be 0 to 78"),
+        ("to_host", [[64, 7]], "a place of the host tier 7; it must be 0 to 6"),
+        ("to_host", [[64, 4]], "copies to_host came between blocks and places of states"),
+        ("from_host", [[5, 63]], "copies from_host came between blocks and places of states"),
+        ("from_host", [[5, 77], [6, 77]], "2 copies from_host came; each must have a target of its own"),
+    ):
+        sent = replace(message, **{name: np.array(wrong, np.int32)})
+        with pytest.raises(BadFrame, match=complaint):
+            decode_message(encode_message(sent, shape), shape)
+
+
 def test_copies_of_states_go_over_the_wire() -> None:
     before, after = np.array([[12, 1], [12, 2]], np.int32), np.array([[1, 14]], np.int32)
     rows = [ONE | {"row": row} for row in (1, 2)]

@@ -146,6 +146,7 @@ def test_the_order_has_every_size_of_an_engine():
         "states",
         "n_snapshots",
         "n_host_blocks",
+        "n_host_states",
         "drafts",
         *EXPERTS,
         *ADAPTERS,

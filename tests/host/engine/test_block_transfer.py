@@ -82,7 +82,7 @@ def test_what_does_not_fit_together_is_not_sent(rig: Rig) -> None:
     assert params is not None and fetched(params, digest, 0, 5, size=SIZE + 1) is None
 
 
-@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n" + b" " * 40, b"orca-kv1" + bytes(32)])
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n" + b" " * 40, b"orca-kv2" + bytes(32)])
 def test_another_server_gets_nothing_and_holds_nobody(said: bytes) -> None:
     """One that closes, one of another protocol, and one that only repeats the greeting."""
     heard = list[bytes]()
@@ -101,7 +101,7 @@ def test_another_server_gets_nothing_and_holds_nobody(said: bytes) -> None:
         params = FACTS.new_lease(engine_id="", host="127.0.0.1", port=listener.getsockname()[1], n_blocks=3)
         assert fetched(params, b"", 0, 1) is None
         thread.join(10.0)
-    assert bool(heard) == said.startswith(b"orca-kv1") and b"secret" not in b"".join(heard)
+    assert bool(heard) == said.startswith(b"orca-kv2") and b"secret" not in b"".join(heard)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ SIZES.remove(WITHOUT_ENCODER)
 SIZES.remove(WITHOUT_EMBEDDINGS)
 EXPERTS = ("sparse_layers", "top_k", "n_experts")  # may be 0 too
 ADAPTERS = ("max_adapters", "adapter_rank")  # may be 0 too
-SIZES = [name for name in SIZES if name not in (*EXPERTS, *ADAPTERS, "n_snapshots", "n_host_blocks")]
+STATES = ("n_snapshots", "n_host_states")  # may be 0 too
+SIZES = [name for name in SIZES if name not in (*EXPERTS, *ADAPTERS, *STATES, "n_host_blocks")]
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, (1 << 31) + 1])
@@ -57,6 +58,15 @@ def test_snapshots_are_of_states(states: bool) -> None:
     for value in (-1, most + 1, True):
         with pytest.raises(ConfigError, match=f"^n_snapshots is {value}; it must be .* from 0 to {most}$"):
             replace(SHAPE, states=states, n_snapshots=value)
+
+
+@pytest.mark.parametrize("n_snapshots", [0, 2])
+def test_the_host_s_states_are_of_snapshots(n_snapshots: int) -> None:
+    shape, most = replace(SHAPE, states=True, n_snapshots=n_snapshots), (1 << 31) * bool(n_snapshots)
+    assert replace(shape, n_host_states=most).n_host_states == most
+    for value in (-1, most + 1, True):
+        with pytest.raises(ConfigError, match=f"^n_host_states is {value}; it must be .* from 0 to {most}$"):
+            replace(shape, n_host_states=value)
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 16) + 1])

@@ -12,6 +12,7 @@ from orca_jax.config import SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.scheduling.host_tier import HostCopies, HostTier
 from orca_jax.scheduling.restart import change_weights, compute_all_again
+from orca_jax.scheduling.tier_costs import TierCosts
 from orca_jax.simulation.simulation import Simulation
 from tests.host.scheduling.found_tokens import asked, run
 
@@ -74,6 +75,14 @@ def test_a_held_block_keeps_its_place_until_the_iteration_is_issued() -> None:
     assert held(tier, 3) == [0, 2], "of a prompt's blocks the last goes first"
 
 
+def test_a_block_for_which_no_place_is_left_is_dropped() -> None:
+    tier = HostTier(1)
+    place = tier.take_place(0)
+    assert place == 0, "somebody else writes there"
+    tier.store(a_hash(1), 5)
+    assert (held(tier, 2), tier.copies.out) == ([], [])
+
+
 @given(st.lists(st.tuples(st.sampled_from("sh"), st.integers(0, 9)), max_size=60), st.integers(1, 5))
 def test_no_place_has_two_blocks(steps: list[tuple[str, int]], n: int) -> None:
     tier, content = HostTier(n), dict[int, int]()
@@ -90,7 +99,7 @@ def test_no_place_has_two_blocks(steps: list[tuple[str, int]], n: int) -> None:
         assert sorted(places) == list(range(n)) and tier.n_stored - tier.n_evicted == len(tier) <= n
 
 
-def simulation(*, n_slots: int, n_host_blocks: int) -> Simulation:
+def simulation(*, n_slots: int, n_host_blocks: int, **of_states: int) -> Simulation:
     return Simulation(
         ServingConfig(
             max_batch_size=4,
@@ -98,6 +107,8 @@ def simulation(*, n_slots: int, n_host_blocks: int) -> Simulation:
             block_size=SIZE,
             max_batch_tokens=64,
             n_host_blocks=n_host_blocks,
+            n_snapshots=of_states.get("n_snapshots", 0),
+            n_host_states=of_states.get("n_host_states", 0),
             scheduling=SchedulingConfig(),
         )
     )
@@ -113,6 +124,18 @@ def test_a_prompt_that_the_device_had_to_evict_is_read_in_by_its_salt_alone() ->
     assert run(on, asked(a_prompt(0), salt=("other",))) == [0]
     assert run(on, asked(a_prompt(0))) == [32]
     assert on.kv.host is not None and on.kv.host.n_read == 8
+
+
+@pytest.mark.parametrize(("state", "found"), [(23.5, 32), (24.5, 0)])
+def test_a_state_counts_where_reading_is_weighed_against_computing(state: float, found: int) -> None:
+    """Computing takes 32 seconds here, eight blocks take 8, and the state after them its share of blocks."""
+    on = simulation(n_slots=40, n_host_blocks=30, n_snapshots=4, n_host_states=8)
+    assert on.kv.host is not None and on.kv.host_states is not None
+    on.kv.host.costs = TierCosts(block_size=SIZE, token=1.0, pair=0.0, host=1.0, state=state)
+    for i in range(3):
+        run(on, asked(a_prompt(i)))
+    assert run(on, asked(a_prompt(0))) == [found]
+    assert (on.kv.host.n_read, on.kv.host_states.n_read) == ((8, 1) if found else (0, 0))
 
 
 def test_prompts_that_arrive_together_read_a_block_in_once() -> None:

@@ -8,14 +8,15 @@ from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.leases import Leases
+from orca_jax.scheduling.prefix_lookup import hash_prompt
 
-SIZE = 100  # bytes of a block
+SIZE, STATE = 100, 70  # bytes of a block, and of a state
 FACTS = TransferFacts("model", "secret")
 
 
 class Packed:
-    def __init__(self, blocks: Sequence[int]) -> None:
-        self.blocks, self.settled = blocks, False
+    def __init__(self, blocks: Sequence[int], state: int | None) -> None:
+        self.blocks, self.state, self.settled = blocks, state, False
 
     def settle(self) -> None:
         self.settled = True
@@ -25,8 +26,16 @@ class Packed:
 
 
 class Rig:
-    def __init__(self, most_blocks: int) -> None:
-        self.kv = KVManager(n_rows=4, max_blocks_per_row=8, n_blocks=32, block_size=4, prefix_caching=True)
+    def __init__(self, most_blocks: int, n_snapshots: int = 0) -> None:
+        self.kv = KVManager(
+            n_rows=4,
+            max_blocks_per_row=8,
+            n_blocks=32,
+            block_size=4,
+            prefix_caching=True,
+            n_snapshots=n_snapshots,
+            snapshot_blocks=1,
+        )
         self.now = 0.0
         self.packed: list[Packed] = []
         self.leases = Leases(
@@ -34,6 +43,7 @@ class Rig:
             FACTS,
             self.pack,
             block_bytes=SIZE,
+            state_bytes=STATE,
             most_bytes=most_blocks * SIZE,
             seconds=10.0,
             engine_id="engine",
@@ -41,8 +51,8 @@ class Rig:
             clock=lambda: self.now,
         )
 
-    def pack(self, blocks: Sequence[int]) -> Packed:
-        self.packed.append(Packed(blocks))
+    def pack(self, blocks: Sequence[int], state: int | None) -> Packed:
+        self.packed.append(Packed(blocks, state))
         return self.packed[-1]
 
     def grant(
@@ -51,9 +61,13 @@ class Rig:
         salt: tuple[str, ...] = (),
         *,
         reason: FinishReason = FinishReason.LENGTH,
+        snapshots: Sequence[int] = (),
         **sampling: Any,
     ) -> tuple[KVTransferParams | None, bytes]:
-        """Grant a lease for a prompt of the tokens from 0 on, whose output is the token 5."""
+        """Grant a lease for a prompt of the tokens from 0 on, whose output is the token 5.
+
+        It has `snapshots` after so many blocks.
+        """
         prompt = tuple(range(n_tokens))
         request = Request(
             request_id="r",
@@ -66,6 +80,11 @@ class Rig:
         )
         (request.row,) = self.kv.reserve_sharing([(n_tokens, ())])
         request.output_ids.append(5)
+        for n_blocks in snapshots:
+            assert self.kv.snapshots is not None
+            block_hash = hash_prompt(request, self.kv)[n_blocks - 1]
+            self.kv.snapshots.make(request.row, 4 * n_blocks, prompt=n_tokens, known=block_hash, shared=True)
+            self.kv.snapshots.name(request.row, n_blocks, block_hash)
         self.leases.grant(request, reason)
         self.kv.release(request.row)
         return request.kv_lease, FACTS.digest(prompt[: n_tokens // 4 * 4], salt)
@@ -103,6 +122,31 @@ def test_the_other_server_may_begin_with_the_token_that_was_sampled() -> None:
     for kind in kinds:
         params, _ = rig.grant(8, **kind)
         assert params is not None and params.first_token_id is None
+
+
+def test_a_hybrid_s_lease_ends_at_its_last_snapshot_with_the_state_there() -> None:
+    """Where the token after the prompt is not known too, the prompt's last token is computed there."""
+    rig = Rig(20, n_snapshots=8)
+    for n_tokens, snapshots, reason, n_leased in (
+        (15, (1, 2), FinishReason.LENGTH, 2),
+        (12, (2, 3), FinishReason.LENGTH, 3),
+        (12, (2, 3), FinishReason.STOP, 2),
+    ):
+        n_bytes = rig.leases.n_bytes
+        salt = (str(n_tokens), reason.value)
+        params, _ = rig.grant(n_tokens, salt, reason=reason, snapshots=snapshots)
+        assert params is not None and params.remote_block_ids == tuple(range(n_leased))
+        packed = rig.packed[-1]
+        # Snapshots are the states 4 to 11, of which each prompt takes the next two.
+        assert (len(packed.blocks), packed.state) == (
+            n_leased,
+            3 + 2 * len(rig.packed) - (reason is FinishReason.STOP),
+        )
+        assert rig.leases.n_bytes - n_bytes == n_leased * SIZE + STATE
+        digest = FACTS.digest(tuple(range(4 * n_leased)), salt)
+        lease = rig.leases.take(params.remote_request_id, digest)
+        assert lease is not None and (lease.n_blocks, lease.n_parts) == (n_leased, n_leased + 1)
+    assert rig.grant(15, ("none",))[0] is None, "no snapshot"
 
 
 def test_leases_end_with_their_time_and_for_newer_ones() -> None:

@@ -3,8 +3,8 @@
 The checked engine keeps a model of the cache: for each slot, the tokens that its key and value depend on. A
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
 With snapshots it keeps the same of each state of recurrent layers: a row goes on from exactly its own tokens.
-With a host tier it copies what slots hold out and in, as the workers do; a disk tier has files of the same,
-and prompts of other servers arrive there.
+With a host tier it copies what slots and states hold out and in, as the workers do; a disk tier has files of
+the same, and prompts of other servers arrive there.
 """
 
 import ast
@@ -28,6 +28,7 @@ from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
+from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.tier_costs import TierCosts
@@ -97,9 +98,9 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
     # Of a model with recurrent layers, or of one without.
     kept = random.Random(f"snapshots {seed}")
     n_snapshots, snapshot_blocks = kept.choice((0, 1, 2, 6)) if prefixes else 0, kept.choice((1, 2, 5))
-    n_host_blocks = (
-        random.Random(f"host {seed}").choice((0, 4, 30, 30)) if prefixes and not n_snapshots else 0
-    )
+    on_host = random.Random(f"host {seed}")
+    n_host_blocks = on_host.choice((0, 4, 30, 30)) if prefixes else 0
+    n_host_states = on_host.choice((1, 2, 20)) if n_snapshots and n_host_blocks else 0
     return Trace(
         ServingConfig(
             max_batch_size=max_bs,
@@ -109,6 +110,7 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
             overlap=rng.random() < 0.7,
             n_snapshots=n_snapshots,
             n_host_blocks=n_host_blocks,
+            n_host_states=n_host_states,
             scheduling=SchedulingConfig(
                 chunked_prefill=chunked,
                 prefill_tokens=rng.choice((None, 1, 3, 8)),
@@ -144,8 +146,32 @@ class Sink:
         return False
 
 
+class Memory:
+    """The places of a tier in the memory of a checked engine, `first` and later ones there."""
+
+    def __init__(self, player: "Player", tier: HostTier, first: int) -> None:
+        self.player, self.tier, self.first = player, tier, first
+
+    @property
+    def n_done(self) -> int:
+        # At rest the devices have made all copies.
+        return self.tier.n_issued - self.player.disk.lag * bool(self.player.scheduler.in_flight)
+
+    def get(self, place: int) -> list[bytes]:
+        assert self.tier.last_use(place) < self.n_done
+        return [repr(self.player.engine.host[self.first + place]).encode()]
+
+    def put(self, place: int, data: bytes) -> None:
+        assert self.tier.last_use(place) < self.n_done
+        self.player.engine.host[self.first + place] = ast.literal_eval(data.decode())
+
+    def views(self, place: int) -> list[memoryview]:
+        assert self.tier.last_use(place) < self.n_done
+        return [self.player.peer.view_of(self.first + place)]
+
+
 class Disk:
-    """Files of blocks that say what they hold, some damaged, and the host's memory of a checked engine.
+    """Files of blocks that say what they hold, some damaged.
 
     As many of the newest iterations as `lag` still have copies to make.
     """
@@ -154,6 +180,7 @@ class Disk:
         self.player = player
         self.rng = random.Random(seed)
         self.lag = self.rng.choice((0, 0, 1, 2))
+        self.share_damaged = 0.1
         self.files: dict[bytes, bytes] = {}
         self.loaded: list[tuple[bytes, bytes | None]] = []
         self.wake: Callable[[], object] = lambda: None
@@ -169,7 +196,7 @@ class Disk:
     def read(self, hashes: Sequence[bytes]) -> None:
         for block_hash in hashes:
             data = self.files[block_hash]
-            if self.rng.random() < 0.1:
+            if self.rng.random() < self.share_damaged:
                 data = None
                 del self.files[block_hash]
             self.loaded.append((block_hash, data))
@@ -185,23 +212,6 @@ class Disk:
         self.n_read += sum(data is not None for _, data in taken)
         return taken
 
-    @property
-    def n_done(self) -> int:
-        host = self.player.simulation.kv.host
-        assert host is not None
-        # At rest the devices have made all copies.
-        return host.n_issued - self.lag * bool(self.player.scheduler.in_flight)
-
-    def get(self, place: int) -> list[bytes]:
-        host = self.player.simulation.kv.host
-        assert host is not None and host.last_use(place) < self.n_done
-        return [repr(self.player.engine.host[place]).encode()]
-
-    def put(self, place: int, data: bytes) -> None:
-        host = self.player.simulation.kv.host
-        assert host is not None and host.last_use(place) < self.n_done
-        self.player.engine.host[place] = ast.literal_eval(data.decode())
-
 
 class Peer:
     """Another server, and the wire to it: blocks arrive in pieces, late, too late, or not at all.
@@ -215,22 +225,16 @@ class Peer:
     def __init__(self, player: "Player", seed: int) -> None:
         self.player = player
         self.rng = random.Random(seed)
-        self.n_fetched = 0
+        self.n_fetched = self.n_states = 0
         self.under_way: list[list[int]] = []  # places
         self._place_of: dict[int, int] = {}  # by the id of its view
         self._views: list[memoryview] = []
 
-    @property
-    def n_done(self) -> int:
-        return self.player.disk.n_done
-
-    def views(self, place: int) -> list[memoryview]:
-        host = self.player.simulation.kv.host
-        assert host is not None and host.last_use(place) < self.n_done
+    def view_of(self, place: int) -> memoryview:
         view = memoryview(bytearray(1))
         self._views.append(view)
         self._place_of[id(view)] = place
-        return [view]
+        return view
 
     def params(self, number: int, arrival: Arrival, block_size: int) -> KVTransferParams | None:
         """The lease of a prompt; None for a request that comes without."""
@@ -262,15 +266,18 @@ class Peer:
         self.under_way.append(places)
         for i, place in enumerate(places[:n_written]):
             at += self.rng.choice((0.0, 0.0, 0.1, 2.0))
-            slots: list[tuple[object, ...]] = [
-                (request.cache_salt, *request.prompt_ids[: position + 1])
-                for position in range((first + i) * size, (first + i + 1) * size)
+            positions = [*range((first + i) * size, (first + i + 1) * size)]
+            if first + i == len(params.remote_block_ids):  # the state after the last block
+                positions = [(first + i) * size - 1]
+            content: list[tuple[object, ...]] = [
+                (request.cache_salt, *request.prompt_ids[: position + 1]) for position in positions
             ]
-            clock.call_at(at, partial(player.engine.host.__setitem__, place, slots))
+            clock.call_at(at, partial(player.engine.host.__setitem__, place, content))
 
         def end() -> None:
             self.under_way.remove(places)
             self.n_fetched += len(places) if ok else 0
+            self.n_states += ok and first + len(places) > len(params.remote_block_ids)
             done(ok)
 
         clock.call_at(at + self.rng.choice((0.0, 0.5, 0.5, 30.0)), end)
@@ -288,10 +295,11 @@ class CheckedEngine:
         self.n_workers = self.engine.n_workers
         self.keeps_tokens = True
         self.in_flight: deque[Sequence[Row]] = deque()
-        self.n_read = 0  # blocks from the host tier
+        self.n_read = self.n_states_read = 0  # blocks and states from the host tier
         self.content: dict[int, tuple[object, ...]] = {}  # by slot: salt, and tokens up to this one
         self.states: dict[int, tuple[object, ...]] = {}  # likewise, of recurrent layers: rows, then snapshots
-        self.host: dict[int, list[tuple[object, ...]]] = {}  # by place in the host's memory: a block's slots
+        # By place in the host's memory: a block's slots; after all blocks' places, a state alone.
+        self.host: dict[int, list[tuple[object, ...]]] = {}
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         serving, kv = self.player.trace.serving, self.player.simulation.kv
@@ -342,7 +350,10 @@ class CheckedEngine:
         in_rows, snapshots = {req.row for req, _ in rows}, range(kv.n_rows, kv.n_rows + kv.snapshots.n)
         assert all(source in snapshots and into in in_rows for source, into in before)
         assert all(source in in_rows and into in snapshots for source, into in after)
-        for copies in (before, after):
+        read_in = [
+            (place, state - kv.n_blocks) for place, state in kv.host_copies.into if state >= kv.n_blocks
+        ]
+        for copies in ([*read_in, *before], after):
             assert len({into for _, into in copies}) == len(copies), "a state with two writers"
         self.copy_states(before)
         for req, n in rows:
@@ -353,17 +364,24 @@ class CheckedEngine:
         self.copy_states(after)
 
     def copy_host(self, kv: KVManager, block_size: int) -> None:
-        """Copy blocks out, and then others in."""
+        """Copy blocks and states out, and then others in."""
         out, into = kv.host_copies
         assert len({place for _, place in out}) == len(out) and len({block for _, block in into}) == len(into)
         for block, place in out:
-            self.host[place] = [self.content[block * block_size + i] for i in range(block_size)]
+            state = block - kv.n_blocks
+            slots = range(block * block_size, (block + 1) * block_size)
+            self.host[place] = [self.states[state]] if state >= 0 else [self.content[i] for i in slots]
         for place, block in into:
+            state = block - kv.n_blocks
+            if state >= 0:
+                (self.states[state],) = self.host[place]
+                self.n_states_read += 1
+                continue
             for i in range(block_size):
                 self.content[block * block_size + i] = self.host[place][i]
-        self.n_read += len(into)
-        if kv.host is not None:
-            kv.host.n_issued += 1
+            self.n_read += 1
+        for tier in kv.tiers:
+            tier.n_issued += 1
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         self.states |= {into: self.states[source] for source, into in copies}
@@ -401,16 +419,26 @@ class Player:
         if kv.host is not None and drawn.random() < 0.3:
             host, disk, peer = (drawn.choice((0.0, 0.5, 3.0)) for _ in range(3))
             kv.host.costs = TierCosts(
-                block_size=kv.block_size, token=1.0, pair=0.05, host=host, disk=host + disk, peer=host + peer
+                block_size=kv.block_size,
+                token=1.0,
+                pair=0.05,
+                host=host,
+                disk=host + disk,
+                peer=host + peer,
+                state=drawn.choice((0.5, 4.0)),
             )
-        if trace.has_disk and kv.host is not None:
-            kv.disk = DiskTier(kv.host, self.disk, self.disk)
+        blocks, states = None if kv.host is None else Memory(self, kv.host, 0), None
+        if kv.host_states is not None:
+            states = Memory(self, kv.host_states, trace.serving.n_host_blocks)
+        if trace.has_disk and blocks is not None:
+            of_states = None if states is None or kv.snapshots is None else (kv.snapshots, states)
+            kv.disk = DiskTier(blocks.tier, self.disk, blocks, of_states)
         self.peer = Peer(self, len(trace.arrivals))
         self.arriving: ArrivingBlocks | None = None
-        if trace.has_peer and kv.host is not None:
+        if trace.has_peer and blocks is not None:
             clock = self.simulation.clock
             self.arriving = kv.arriving = ArrivingBlocks(
-                kv, Peer.FACTS, self.peer, self.peer, seconds=8.0, clock=clock.now
+                kv, Peer.FACTS, blocks, self.peer, seconds=8.0, clock=clock.now, state_places=states
             )
         self.n_moments = 0
         self.n_faults = 0
@@ -494,11 +522,15 @@ class Player:
         assert len({req.row for req in holding}) == len(holding)
         assert len(holding) + kv.n_free_rows == kv.n_rows
         assert len(held) + kv.n_free_blocks == kv.n_blocks, "a block was lost"
+        fetches = [] if self.arriving is None else [*self.arriving._fetches.values()]
         if kv.host is not None:
             places = [*kv.host._place_of.values(), *kv.host._free]
-            if self.arriving is not None:
-                places += [place for fetch in self.arriving._fetches.values() for place in fetch.places]
+            places += [place for fetch in fetches for place in fetch.places]
             assert sorted(places) == list(range(serving.n_host_blocks)), "a place was lost"
+        if kv.host_states is not None:
+            places = [*kv.host_states._place_of.values(), *kv.host_states._free]
+            places += [fetch.state[1] for fetch in fetches if fetch.state is not None]
+            assert sorted(places) == list(range(serving.n_host_states)), "a state's place was lost"
         assert scheduler.n_rsrv == len(held) * serving.block_size <= serving.n_slots
         assert len(admitted) <= serving.max_batch_size * self.trace.n_workers
         if not serving.scheduling.prefix_caching:
@@ -548,9 +580,16 @@ class Player:
             assert request.n_cached < len(request.prompt_ids)
 
 
+# Of a model with recurrent layers.
+STATES: dict[str, Any] = {"n_snapshots": 4, "n_host_states": 8}
+
+
+@pytest.mark.parametrize("states", [{}, STATES], ids=["", "states"])
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_blocks_come_back_from_a_disk_with_what_they_held(overlap: bool, lag: int) -> None:
+def test_blocks_come_back_from_a_disk_with_what_they_held(
+    overlap: bool, lag: int, states: dict[str, Any]
+) -> None:
     """The devices have room for one prompt, the host for two, and the disk for all but what is damaged."""
     prompts = [tuple(100 * of + i for i in range(33)) for of in range(5)]
     arrivals = [Arrival(300.0 * i, prompts[i % 5], 4, (), "A", 0) for i in range(15)]
@@ -561,16 +600,61 @@ def test_blocks_come_back_from_a_disk_with_what_they_held(overlap: bool, lag: in
         max_batch_tokens=16,
         overlap=overlap,
         n_host_blocks=18,
-        scheduling=SchedulingConfig(),
+        **states,
+        scheduling=SchedulingConfig(snapshot_blocks=4),
     )
     player = Player(Trace(serving, 1, tuple(arrivals), (), (), has_disk=True))
     player.disk.lag = lag
     player.play()
     assert player.disk.n_read > 20 and player.engine.n_read > 20
+    assert (player.engine.n_states_read > 4) == bool(states)
+    assert sum(req.n_cached for req in player.requests[10:]) > 80
 
 
+def test_a_tenant_s_prompts_are_found_by_its_salt_alone() -> None:
+    prompt = tuple(range(33))
+    others = [tuple(100 * of + i for i in range(33)) for of in range(1, 4)]
+    asked = [(prompt, "a"), *((other, "a") for other in others), (prompt, "b"), (prompt, "a"), (prompt, "b")]
+    arrivals = [Arrival(300.0 * i, each, 1, (salt,), "A", 0) for i, (each, salt) in enumerate(asked)]
+    serving = ServingConfig(
+        max_batch_size=2,
+        n_slots=40,
+        block_size=4,
+        max_batch_tokens=16,
+        n_host_blocks=18,
+        **STATES,
+        scheduling=SchedulingConfig(snapshot_blocks=4),
+    )
+    player = Player(Trace(serving, 1, tuple(arrivals), (), (), has_disk=True))
+    player.disk.share_damaged = 0.0
+    assert player.simulation.kv.host is not None
+    player.simulation.kv.host.costs = None
+    player.play()
+    assert [req.n_cached for req in player.requests[4:]] == [0, 32, 32]
+
+
+def test_a_prompt_on_the_disk_does_not_wait_for_places_that_the_last_iteration_read() -> None:
+    """The second prompt's one iteration reads in every place; nothing runs when the first comes again."""
+    prompts = [tuple(100 * of + i for i in range(17)) for of in range(3)]
+    arrivals = [Arrival(300.0 * i, prompts[of], 1, (), "A", 0) for i, of in enumerate((0, 1, 2, 1, 0))]
+    serving = ServingConfig(
+        max_batch_size=1,
+        n_slots=20,
+        block_size=4,
+        max_batch_tokens=20,
+        n_host_blocks=4,
+        scheduling=SchedulingConfig(),
+    )
+    player = Player(Trace(serving, 1, tuple(arrivals), (), (), has_disk=True))
+    player.disk.share_damaged = 0.0
+    player.play()
+    assert [req.n_cached for req in player.requests] == [0, 0, 0, 16, 8]
+    assert player.disk.n_read == 2, "half of the places are for what comes from the disk"
+
+
+@pytest.mark.parametrize("states", [{}, {"n_snapshots": 4, "n_host_states": 24}], ids=["", "states"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_prompts_arrive_from_another_server_or_are_computed(overlap: bool) -> None:
+def test_prompts_arrive_from_another_server_or_are_computed(overlap: bool, states: dict[str, Any]) -> None:
     prompts = [tuple(100 * of + i for i in range(33)) for of in range(40)]
     arrivals = [Arrival(9.0 * i, prompts[i], 4, ("key", str(i % 2)), "A", 0) for i in range(40)]
     serving = ServingConfig(
@@ -580,12 +664,14 @@ def test_prompts_arrive_from_another_server_or_are_computed(overlap: bool) -> No
         max_batch_tokens=16,
         overlap=overlap,
         n_host_blocks=100,
+        **states,
         scheduling=SchedulingConfig(),
     )
     player = Player(Trace(serving, 1, tuple(arrivals), (), (), has_peer=True))
     player.play()
     assert player.arriving is not None and player.arriving.n_failed > 4
     assert player.peer.n_fetched > 60 and player.engine.n_read > 60
+    assert (player.peer.n_states > 7) == (player.engine.n_states_read > 7) == bool(states)
     assert sum(req.n_cached for req in player.requests) > 4 * 60
 
 
@@ -608,7 +694,9 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         seen["snapshots used"] += 0 if snapshots is None else snapshots.n_used
         seen["snapshots evicted"] += 0 if snapshots is None else snapshots.n_evicted
         seen["read in"] += player.engine.n_read
+        seen["states read in"] += player.engine.n_states_read
         seen["arrived"] += player.peer.n_fetched
+        seen["states arrived"] += player.peer.n_states
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
         limit = player.trace.serving.max_batch_tokens
         seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
@@ -628,6 +716,7 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     least = 100 if chunked else 20
     assert (seen["snapshots used"] > least and seen["snapshots evicted"] > 100) == prefixes
     assert (seen["read in"] > 20) == (seen["arrived"] > 20) == prefixes, seen
+    assert (seen["states read in"] > 20) == (seen["states arrived"] > 5) == prefixes, seen
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked

@@ -3,7 +3,10 @@
 That each row goes on from exactly its own tokens is checked over random traces in test_serving_policy.py.
 """
 
+from collections.abc import Sequence
+
 from orca_jax.config import SchedulingConfig, ServingConfig
+from orca_jax.scheduling.host_tier import HostCopies, HostTier
 from orca_jax.scheduling.prefix_cache import PrefixCache
 from orca_jax.scheduling.restart import change_weights
 from orca_jax.scheduling.snapshots import Snapshots
@@ -105,3 +108,54 @@ def test_a_snapshot_goes_with_its_block():
     cache.release([7])
     cache.evict()
     assert len(snapshots) == 0
+
+
+def with_host(n: int, *, n_on_host: int) -> tuple[Snapshots, HostTier]:
+    """`n` snapshots, of the first letters of b"abc", and of the next `n_on_host` in the host tier alone."""
+    host = HostTier(4)
+    snapshots = Snapshots(n, n_rows=4, block_size=SIZE, every=1, host=host)
+    for i, letter in enumerate(b"abc"[: n + n_on_host]):
+        block_hash = bytes([letter])
+        if i < n:
+            snapshots.make(0, SIZE * (i + 1), prompt=99, known=block_hash, shared=True)
+            snapshots.name(0, i + 1, block_hash)
+        else:
+            host.store(block_hash, 77)
+    snapshots.begin()
+    host.begin()
+    return snapshots, host
+
+
+def began(snapshots: Snapshots, hashes: Sequence[bytes]) -> None:
+    """Let rows 1, 2, ... begin after these."""
+    held = [snapshots.hold(each) for each in hashes]
+    for row, (each, found) in enumerate(zip(hashes, held, strict=True), 1):
+        snapshots.use(found, each, row, SIZE)
+
+
+def test_a_state_from_the_host_is_a_snapshot_again():
+    snapshots, host = with_host(1, n_on_host=1)
+    began(snapshots, [b"b", b"b"])
+    assert host.copies == HostCopies([(4, 1)], [(0, 4)]), "what was the only snapshot goes out before"
+    assert snapshots.copies.before == [(4, 1), (4, 2)] and host.n_read == 1
+    snapshots.begin()
+    began(snapshots, [b"b"])
+    assert snapshots.copies.before == [(4, 1)] and host.n_read == 1, "it is on the devices"
+    snapshots.begin()
+    host.begin()
+    began(snapshots, [b"a"])
+    assert host.copies == HostCopies([], [(1, 4)]), "the other one is on the host already"
+
+
+def test_a_state_from_the_host_takes_no_snapshot_s_place_from_which_another_row_begins():
+    """The host's states are copied before the rows' own, so such a place would have another state by then."""
+    snapshots, host = with_host(1, n_on_host=1)
+    began(snapshots, [b"b", b"a"])
+    assert host.copies == HostCopies([], [(0, 1)]) and snapshots.copies.before == [(4, 2)]
+    assert b"a" in snapshots and b"b" not in snapshots
+
+
+def test_two_states_from_the_host_never_come_to_one_place():
+    snapshots, host = with_host(1, n_on_host=2)
+    began(snapshots, [b"b", b"c"])
+    assert host.copies == HostCopies([(4, 2)], [(0, 4), (1, 2)]) and snapshots.copies.before == [(4, 1)]

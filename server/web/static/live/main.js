@@ -84,7 +84,8 @@ function labelOf(name) {
   if (name === "slots") {
     const snapshots = one.snapshots === null ? "" : `; ${one.snapshots} snapshots of states, of ${model.sizes.n_snapshots ?? "?"}`;
     const host = one.hostBlocks === null ? "" : `; ${one.hostBlocks} blocks in host memory, of ${model.sizes.n_host_blocks ?? "?"}`;
-    return `Slots: ${used} used, ${held} reserved, ${cached} cached, ${model.sizes.n_slots ?? "?"} in all${snapshots}${host}`;
+    const states = one.hostStates === null ? "" : `; ${one.hostStates} states in host memory, of ${model.sizes.n_host_states ?? "?"}`;
+    return `Slots: ${used} used, ${held} reserved, ${cached} cached, ${model.sizes.n_slots ?? "?"} in all${snapshots}${host}${states}`;
   }
   if (name === "stages") return `Stages, busy in view: ${(charts.stages.shares ?? []).join(", ") || "unknown"}`;
   return summaryOf(model);

@@ -280,12 +280,12 @@ export class LiveModel {
 
   #iteration(line) {
     const { iteration: number, issued, returned, bucket, slots, waiting, rows, prefill } = line;
-    const { held = null, starts = [], partial = [], preempted = [], snapshots = null, host_blocks: hostBlocks = null, adapters = [] } = line;
+    const { held = null, starts = [], partial = [], preempted = [], snapshots = null, host_blocks: hostBlocks = null, host_states: hostStates = null, adapters = [] } = line;
     const kept = line.kept ? new Map(line.kept) : null; // by row: output tokens of a decode that verified drafts
     const isWhole = Array.isArray(rows) && Array.isArray(prefill) && slots?.length === 3;
     if (!isWhole || ![number, issued, returned, bucket].every(Number.isFinite)) throw new Error("it lacks fields");
     const n = rows.length;
-    const made = { number, issued, returned, bucket, slots, snapshots, hostBlocks, waiting, held, starts, partial, preempted, adapters, kept, nTokens: 0 };
+    const made = { number, issued, returned, bucket, slots, snapshots, hostBlocks, hostStates, waiting, held, starts, partial, preempted, adapters, kept, nTokens: 0 };
     made.requests = new Array(n);
     made.tokens = new Array(n);
     made.phases = new Array(n);

@@ -69,6 +69,7 @@ function engineOf(sizes) {
     sizes.n_states && plural(sizes.n_states, "state"),
     sizes.n_snapshots && plural(sizes.n_snapshots, "snapshot"),
     sizes.n_host_blocks && `${plural(sizes.n_host_blocks, "block")} in host memory`,
+    sizes.n_host_states && `${plural(sizes.n_host_states, "state")} in host memory`,
     sizes.n_workers > 1 && plural(sizes.n_workers, "stage"),
   ]
     .filter(Boolean)
