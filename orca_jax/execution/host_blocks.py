@@ -36,6 +36,7 @@ _M = TypeVar("_M", LayerCache, LayerState)
 
 # A kind of array in the caches: its shape after the first axis, which counts blocks, and its dtype.
 _Kind = tuple[tuple[int, ...], np.dtype[Any]]
+_PACKED_SPEC = PartitionSpec(None, None, *CACHE_SPEC[1:])  # [n, arrays of the kind, K, ...]
 
 
 class _Leaving(NamedTuple):
@@ -49,8 +50,8 @@ class _Leaving(NamedTuple):
 class HostBlocks:
     """Room for `n_places` blocks of a stage's `caches` in the host's memory.
 
-    `caches` may be jax.ShapeDtypeStructs. They are split over the devices by `spec`. Pages of the host's
-    memory are faulted in ahead of their first write.
+    `caches` may be jax.ShapeDtypeStructs. Pages of the host's memory are faulted in ahead of their first
+    write.
     """
 
     def __init__(
@@ -59,13 +60,10 @@ class HostBlocks:
         n_blocks: int,
         caches: Sequence[_Memory],
         group: DeviceGroup,
-        spec: PartitionSpec = CACHE_SPEC,
     ) -> None:
         self._n_places, self._n_blocks = n_places, n_blocks
         self._kinds = _by_kind(caches)
-        # Packed arrays are [n, arrays of the kind, K, B, D], or without D.
-        packed_spec = PartitionSpec(None, None, *spec[1:])
-        self._place, self._packed_place = group.place(), group.place(packed_spec)
+        self._place, self._packed_place = group.place(), group.place(_PACKED_SPEC)
         self.block_bytes = sum(_bytes_of(kind) * len(at) for kind, at in self._kinds.items())
         most = max(1, min(_MOST_BLOCKS, n_blocks, n_places, _CHUNK_BYTES // max(1, self.block_bytes)))
         self.buckets = tuple(sorted({1, min(8, most), min(32, most), most}))
@@ -73,7 +71,7 @@ class HostBlocks:
         scatter = jax.jit(
             partial(_scatter, kinds=tuple(tuple(at) for at in self._kinds.values())),
             donate_argnums=0,
-            out_shardings=(group.place(spec), self._place),
+            out_shardings=(group.place(CACHE_SPEC), self._place),
         )
         self._scatter = Program(scatter, key=_n_ids)
         # [n_places, arrays of the kind, K, B, D] of each kind; None while it is released

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import PartitionSpec
 
 from orca_jax.config import Attention, ServingConfig
 from orca_jax.execution.attention_backend import choose_attention
@@ -129,9 +128,7 @@ class Worker:
         if shape.n_host_states:
             memories = self._memory(self._paged_like, jax.ShapeDtypeStruct)
             states = [state_in(memories[i]) or {} for i in self._recurrent]
-            self.host_states = HostBlocks(
-                shape.n_host_states, shape.n_states, states, group, spec=PartitionSpec()
-            )
+            self.host_states = HostBlocks(shape.n_host_states, shape.n_states, states, group)
         self._routed = Routed(None, None)  # from the newest forward pass
         self.chooser = None
         if part.last:

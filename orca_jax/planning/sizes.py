@@ -168,7 +168,8 @@ def _host_tier(
     slot = sum(memory.slot * room.n_devices for memory, room in zip(memories, rooms, strict=True))
     each, state, n_states = requested.block_size * slot, 0, 0
     if config.has_state:
-        state = sum(memory.states // shape.n_rows for memory in memories)
+        states = (memory.states * room.n_devices for memory, room in zip(memories, rooms, strict=True))
+        state = sum(states) // shape.n_rows
         n_between = least_blocks(requested.scheduling.snapshot_blocks)
         n_states = min(n_bytes // 2 // state, max(1, n_bytes // (state + n_between * each)))
     n = (n_bytes - n_states * state) // each

@@ -277,7 +277,7 @@ JOIN = Join(
 )
 
 
-VERSION = 10  # of the wire
+VERSION = 11  # of the wire
 
 
 def metadata_of(
