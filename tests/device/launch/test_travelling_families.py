@@ -5,7 +5,7 @@ not say everything.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +150,7 @@ def test_caches_of_eight_bits_and_other_policies(options: Mapping[str, Any], tmp
 def test_states_travel_between_servers_of_different_stages(role: str) -> None:
     """Keys, values and states of one role's layers are on two stages, and of the other's on one."""
     case = golden_case("bamba-grouped")
-    splits = {"prefill": {}, "decode": {}, role: {"pipeline_parallel": 2}}
+    splits: dict[str, dict[str, int]] = {"prefill": {}, "decode": {}, role: {"pipeline_parallel": 2}}
     with (
         case.engine(role="prefill", **splits["prefill"]) as prefill,
         case.engine(role="decode", **splits["decode"]) as decode,
@@ -159,6 +159,20 @@ def test_states_travel_between_servers_of_different_stages(role: str) -> None:
             transfer = case.lease(prefill, row)
             n_known = transfer.first_token_id is not None
             assert case.n_cached(decode, row, transfer) == case.full(row, n_known)
+
+
+@pytest.mark.matrix
+def test_states_travel_where_two_devices_share_them(tmp_path: Path) -> None:
+    case = golden_case("bamba-grouped")
+    replace(case, options={**case.options, "tensor_parallel": 2}).travels(tmp_path)
+
+
+@pytest.mark.matrix
+def test_states_of_other_shares_are_not_fetched() -> None:
+    """Servers see that before a transfer, and the prompt is computed."""
+    case = golden_case("bamba-grouped")
+    with case.engine(role="prefill", tensor_parallel=2) as prefill, case.engine(role="decode") as decode:
+        assert case.n_cached(decode, 0, case.lease(prefill, 0)) == 0
 
 
 def test_no_tier_and_no_lease_for_encoders() -> None:
