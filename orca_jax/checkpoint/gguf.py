@@ -60,7 +60,7 @@ def find_parameters(
             f"{shown(path)}: tensor '{shown(left[0])}'{more}: expected no such tensor in a model of "
             f"{family.title}; a model with this tensor computes something else"
         )
-    return model, found
+    return held, found
 
 
 class _Tensors:

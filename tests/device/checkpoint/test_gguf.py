@@ -277,7 +277,8 @@ def test_any_part_of_a_plane_is_read_by_itself(tmp_path: Path, kv_repeats: int) 
     tensors["blk.0.ffn_up.weight"] = random_tensor(dice, "Q4_1", (256, 256))
     path = _written(tmp_path / "model.gguf", small_model(), tensors)
     model, sources = find_parameters(path, kv_repeats)
-    table = parameter_table(model.with_kv_heads(kv_repeats))
+    assert model.attention.kv_repeats == kv_repeats
+    table = parameter_table(model)
     n_planes = 0
     for name, source in sources.items():
         if not isinstance(source, Mapping):
