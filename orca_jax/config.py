@@ -264,6 +264,7 @@ class ServingConfig(ServingOptions):
 
     `coarse_buckets` pads iterations to fewer sizes, for GPUs (orca_jax/iteration/shape.py). `n_snapshots` of
     recurrent layers' states are kept for the prefix cache; 0 without such layers or without the cache.
+    `n_draft_states` more are kept until it is known which drafts were right; 0 without drafts.
     `n_host_blocks` more blocks, of `host_block_bytes` each, fit in the host's memory, and `n_host_states`
     more snapshots, of `host_state_bytes` each; 0 without a host tier. `scheduling` says what the scheduler
     does beyond Algorithm 1. `iteration_costs` has the time of an iteration of each bucket, in any unit, which
@@ -277,6 +278,7 @@ class ServingConfig(ServingOptions):
     lora_extras: Sequence[str] = ()
     coarse_buckets: Annotated[bool, "pad iterations to fewer sizes", In()] = False
     n_snapshots: Annotated[int, "recurrent states that the prefix cache keeps", In()] = 0
+    n_draft_states: Annotated[int, "recurrent states that are kept after drafts", In()] = 0
     n_host_blocks: Annotated[int, "blocks that the prefix cache keeps in the host's memory", In()] = 0
     host_block_bytes: Annotated[int, "bytes of one of them, all stages together", In()] = 0
     n_host_states: Annotated[int, "recurrent states that it keeps in the host's memory", In()] = 0
@@ -288,6 +290,7 @@ class ServingConfig(ServingOptions):
         super().__post_init__()
         check_whole("n_slots", self.n_slots, self.block_size, 1 << 31)
         check_whole("n_snapshots", self.n_snapshots, 0, 1 << 22)
+        check_whole("n_draft_states", self.n_draft_states, 0, 1 << 22)
         check_whole("n_host_blocks", self.n_host_blocks, 0, 1 << 31)
         check_whole("host_block_bytes", self.host_block_bytes, 0, 1 << 50)
         check_whole("n_host_states", self.n_host_states, 0, 1 << 31)
@@ -441,6 +444,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         max_batch_tokens: int,
         coarse_buckets: bool = False,
         n_snapshots: int = 0,
+        n_draft_states: int = 0,
         n_host_blocks: int = 0,
         host_block_bytes: int = 0,
         n_host_states: int = 0,
@@ -453,6 +457,7 @@ class Sizes(SchedulingOptions, ServingOptions):
         sizes |= {"lora_extras": ()}
         asked |= {name: value for name, value in sizes.items() if asked[name] is None}
         given: dict[str, Any] = {"coarse_buckets": coarse_buckets, "n_snapshots": n_snapshots}
+        given |= {"n_draft_states": n_draft_states}
         given |= {"n_host_blocks": n_host_blocks, "host_block_bytes": host_block_bytes}
         given |= {"n_host_states": n_host_states, "host_state_bytes": host_state_bytes}
         return ServingConfig(**asked, **given, scheduling=self.scheduling)

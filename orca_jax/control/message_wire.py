@@ -56,6 +56,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def most_bytes(shape: EngineShape) -> int:
     """An upper bound on a frame's bytes: a control message, words, or tokens and log-probabilities."""
     message = shape.max_rows * (ROW_BYTES + MAX_BIASES * BIAS.itemsize + 3 * _COPY_BYTES)
+    message += 2 * _COPY_BYTES * (shape.max_rows + shape.n_rows) * (shape.max_drafts > 0)
     message += (4 * shape.max_rows + 8 * shape.max_adapters) * (shape.max_adapters > 0)
     message += 4 * (shape.max_tokens + shape.n_blocks + shape.n_slots)
     message += 4 * (shape.max_rows + shape.max_tokens) * (shape.max_encoder_blocks > 0)
@@ -90,6 +91,7 @@ def encode_message(message: ControlMessage, shape: EngineShape) -> worker_pb2.It
         from_host=_ints(message.from_host),
         states_before=_ints(message.states_before),
         states_after=_ints(message.states_after),
+        states_kept=_ints(message.states_kept),
     )
 
 
@@ -111,7 +113,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     n_earlier = len(payload.earlier_ids) // 4
     earlier_ids = _array("earlier_ids", payload.earlier_ids, _INT, n_earlier)
     bias = _array("bias", payload.bias, BIAS, len(payload.bias) // BIAS.itemsize)
-    put, copies, to_host, from_host, before, after = (
+    put, copies, to_host, from_host, before, after, kept = (
         _array(name, data, _INT, len(data) // _COPY_BYTES * 2).reshape(-1, 2)
         for name, data in (
             ("put_adapters", payload.put_adapters),
@@ -120,6 +122,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
             ("from_host", payload.from_host),
             ("states_before", payload.states_before),
             ("states_after", payload.states_after),
+            ("states_kept", payload.states_kept),
         )
     )
     _check(integers, token_ids, shape)
@@ -127,8 +130,8 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
     _check_copies(copies, shape)
     _check_host_copies("to_host", to_host, block=to_host[:, 0], place=to_host[:, 1], shape=shape)
     _check_host_copies("from_host", from_host, block=from_host[:, 1], place=from_host[:, 0], shape=shape)
-    _check_state_copies(before, row=before[:, 1], snapshot=before[:, 0], rows=integers[0], shape=shape)
-    _check_state_copies(after, row=after[:, 0], snapshot=after[:, 1], rows=integers[0], shape=shape)
+    _check_state_copies(before, after, kept, integers[0], shape)
+    _check_kept_states(kept, integers[0], shape)
     _check_sampling(sampling, bias, shape.vocab_size)
     row, token_index, input_length, kv_length, n_prompt, next_token = integers
     block_table = _block_table(payload.blocks, kv_length, shape.max_blocks, shape)
@@ -177,6 +180,7 @@ def decode_message(payload: worker_pb2.Iteration, shape: EngineShape) -> Control
         from_host=from_host,
         states_before=before,
         states_after=after,
+        states_kept=kept,
     )
     if message.encoder is not None:
         n_read = int(message.encoder.length[message.encodes].sum(dtype=np.int64))
@@ -332,22 +336,47 @@ def _check_host_copies(
 
 
 def _check_state_copies(
-    copies: npt.NDArray[np.int32],
-    *,
-    row: npt.NDArray[np.int32],
-    snapshot: npt.NDArray[np.int32],
+    before: npt.NDArray[np.int32],
+    after: npt.NDArray[np.int32],
+    kept: npt.NDArray[np.int32],
     rows: npt.NDArray[np.int32],
     shape: EngineShape,
 ) -> None:
-    """Check copies of states between rows of the iteration and snapshots, each to a state of its own."""
-    if not len(copies):
-        return
-    _within("a snapshot", snapshot, shape.n_rows, shape.n_states - 1)
-    if not np.isin(row, rows).all() or np.unique(copies[:, 1]).size < len(copies):
+    """Check copies of states between rows of the iteration and snapshots, each to a state of its own.
+
+    States after drafts are copied to any row, and to snapshots those that the iteration keeps.
+    """
+    first_kept = shape.n_rows + shape.n_snapshots
+    if len(before):
+        _within("a copied state", before[:, 0], shape.n_rows, shape.n_states - 1)
+        _within("a row's state", before[:, 1], 0, shape.n_rows - 1)
+    if len(after):
+        _within("a snapshot", after[:, 1], shape.n_rows, first_kept - 1)
+    row_of_snapshot = before[before[:, 0] < first_kept, 1]
+    is_copied = np.isin(row_of_snapshot, rows).all() and np.isin(after[:, 0], [*rows, *kept[:, 1]]).all()
+    if not is_copied or any(np.unique(copies[:, 1]).size < len(copies) for copies in (before, after)):
         raise BadFrame(
-            f"{len(copies)} copies of states came; each must be between a row of the iteration and a "
-            "snapshot, and to a state of its own"
+            f"{len(before) + len(after)} copies of states came; each must be between a row of the iteration "
+            "and a snapshot or a state after a draft, and to a state of its own"
         )
+
+
+def _check_kept_states(kept: npt.NDArray[np.int32], rows: npt.NDArray[np.int32], shape: EngineShape) -> None:
+    """Check the states that are kept after drafted rows' tokens."""
+    if not len(kept):
+        return
+    index, place = kept[:, 0], kept[:, 1]
+    _within("a drafted row", index, 0, len(rows) - 1)
+    _within("a state after a draft", place, shape.n_rows + shape.n_snapshots, shape.n_states - 1)
+    is_followed = np.append(rows, -1)[index + 1] == rows[index]
+    if np.unique(index).size < len(kept) or np.unique(place).size < len(kept) or not is_followed.all():
+        raise BadFrame(
+            f"{len(kept)} states after drafts came; each must be of a row that another one of its request "
+            "follows, and have a place of its own"
+        )
+    longest = int(np.bincount(rows[index]).max())
+    if longest > shape.max_drafts:
+        raise BadFrame(f"a request has {longest} drafts; at most {shape.max_drafts} are allowed")
 
 
 def _within(name: str, values: npt.NDArray[Any], low: int, high: int) -> None:

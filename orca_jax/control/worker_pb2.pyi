@@ -132,7 +132,7 @@ class Start(_message.Message):
     def __init__(self, shape: _Optional[_Union[Shape, _Mapping]] = ..., next_address: _Optional[str] = ..., worker_seconds: _Optional[float] = ..., ready_seconds: _Optional[float] = ..., weights_version: _Optional[int] = ..., weights_directory: _Optional[str] = ..., sleep_level: _Optional[int] = ..., adapters_version: _Optional[int] = ..., adapters_directory: _Optional[str] = ...) -> None: ...
 
 class Shape(_message.Message):
-    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts", "states", "n_snapshots", "drafts", "max_adapters", "adapter_rank", "adapted_embedding", "adapted_head", "adapted_experts", "n_host_blocks", "n_host_states")
+    __slots__ = ("block_size", "max_blocks", "max_rows", "max_tokens", "n_rows", "n_blocks", "vocab_size", "deterministic", "coarse_buckets", "max_encoder_blocks", "embedding_size", "sparse_layers", "top_k", "n_experts", "states", "n_snapshots", "drafts", "max_adapters", "adapter_rank", "adapted_embedding", "adapted_head", "adapted_experts", "n_host_blocks", "n_host_states", "n_draft_states", "max_drafts")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,8 @@ class Shape(_message.Message):
     ADAPTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     N_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     N_HOST_STATES_FIELD_NUMBER: _ClassVar[int]
+    N_DRAFT_STATES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     max_blocks: int
     max_rows: int
@@ -181,10 +183,12 @@ class Shape(_message.Message):
     adapted_experts: bool
     n_host_blocks: int
     n_host_states: int
-    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ..., states: _Optional[bool] = ..., n_snapshots: _Optional[int] = ..., drafts: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., adapted_embedding: _Optional[bool] = ..., adapted_head: _Optional[bool] = ..., adapted_experts: _Optional[bool] = ..., n_host_blocks: _Optional[int] = ..., n_host_states: _Optional[int] = ...) -> None: ...
+    n_draft_states: int
+    max_drafts: int
+    def __init__(self, block_size: _Optional[int] = ..., max_blocks: _Optional[int] = ..., max_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., n_rows: _Optional[int] = ..., n_blocks: _Optional[int] = ..., vocab_size: _Optional[int] = ..., deterministic: _Optional[bool] = ..., coarse_buckets: _Optional[bool] = ..., max_encoder_blocks: _Optional[int] = ..., embedding_size: _Optional[int] = ..., sparse_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., n_experts: _Optional[int] = ..., states: _Optional[bool] = ..., n_snapshots: _Optional[int] = ..., drafts: _Optional[bool] = ..., max_adapters: _Optional[int] = ..., adapter_rank: _Optional[int] = ..., adapted_embedding: _Optional[bool] = ..., adapted_head: _Optional[bool] = ..., adapted_experts: _Optional[bool] = ..., n_host_blocks: _Optional[int] = ..., n_host_states: _Optional[int] = ..., n_draft_states: _Optional[int] = ..., max_drafts: _Optional[int] = ...) -> None: ...
 
 class Iteration(_message.Message):
-    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "adapters", "put_adapters", "copies", "to_host", "from_host", "states_before", "states_after")
+    __slots__ = ("sampling", "integers", "flags", "token_ids", "earlier_ids", "blocks", "bias", "encoder_length", "encoder_ids", "encoder_blocks", "adapters", "put_adapters", "copies", "to_host", "from_host", "states_before", "states_after", "states_kept")
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     INTEGERS_FIELD_NUMBER: _ClassVar[int]
     FLAGS_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +206,7 @@ class Iteration(_message.Message):
     FROM_HOST_FIELD_NUMBER: _ClassVar[int]
     STATES_BEFORE_FIELD_NUMBER: _ClassVar[int]
     STATES_AFTER_FIELD_NUMBER: _ClassVar[int]
+    STATES_KEPT_FIELD_NUMBER: _ClassVar[int]
     sampling: bytes
     integers: bytes
     flags: bytes
@@ -219,7 +224,8 @@ class Iteration(_message.Message):
     from_host: bytes
     states_before: bytes
     states_after: bytes
-    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ..., adapters: _Optional[bytes] = ..., put_adapters: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., to_host: _Optional[bytes] = ..., from_host: _Optional[bytes] = ..., states_before: _Optional[bytes] = ..., states_after: _Optional[bytes] = ...) -> None: ...
+    states_kept: bytes
+    def __init__(self, sampling: _Optional[bytes] = ..., integers: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., earlier_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., bias: _Optional[bytes] = ..., encoder_length: _Optional[bytes] = ..., encoder_ids: _Optional[bytes] = ..., encoder_blocks: _Optional[bytes] = ..., adapters: _Optional[bytes] = ..., put_adapters: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., to_host: _Optional[bytes] = ..., from_host: _Optional[bytes] = ..., states_before: _Optional[bytes] = ..., states_after: _Optional[bytes] = ..., states_kept: _Optional[bytes] = ...) -> None: ...
 
 class StageTime(_message.Message):
     __slots__ = ("seconds", "link_bytes", "routed")

@@ -24,7 +24,7 @@ from orca_jax.families.parameters import TOKEN_EMBEDDING
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
 from orca_jax.model.adapted import AdaptedWeight, AdapterGroups
 from orca_jax.model.block import LayerOutput
-from orca_jax.model.context import Iteration, Rows, Tokens
+from orca_jax.model.context import Iteration, Kept, Rows, Tokens
 from orca_jax.model.kv_cache import (
     LayerCache,
     LayerMemory,
@@ -197,7 +197,11 @@ def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:
     row_of_token = jnp.searchsorted(start[1:], token, side="right").astype(jnp.int32)
     row_of_token = jnp.where(token < start[-1], row_of_token, layout.n_rows)
     starts = batch.positions.at[start[:-1]].get(mode="clip") == 0
-    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each)
+    kept = None
+    if layout.max_drafts:
+        # Padding rows have the last real token, after which no state is kept.
+        kept = Kept(jnp.maximum(batch.row_start[1:] - 1, 0), batch.kept_at, layout.max_drafts)
+    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept)
 
 
 class _LastLayer(NamedTuple):

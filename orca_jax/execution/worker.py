@@ -451,7 +451,7 @@ class Worker:
         if self.host_states is not None:
             of_states = [state_in(caches[i]) or {} for i in self._recurrent]
             yield from self.host_states.programs(of_states, "states")
-        if self._recurrent and self._shape.n_snapshots:
+        if self._recurrent and (self._shape.n_snapshots or self._shape.n_draft_states):
             pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
             of_states = [state_in(caches[i]) for i in self._recurrent]
             yield ToCompile("copies of states", partial(self._copy_state.compile, of_states, pair))

@@ -63,6 +63,7 @@ class FlatArrays(NamedTuple):
     # Empty without recurrent layers. Neighbouring rows of one request are one row to a state.
     state_start: Any  # [R + 1] as row_start
     state_of_row: Any  # [R] where the request's state is; n_states (out of range) for padding
+    kept_at: Any  # [R] the place of the state after a draft, n_states for none; empty without drafts
     adapter_of_token: Any  # [T] 0 for none, or 1 + the slot of the row's adapter; empty if no row has one
 
 
@@ -103,9 +104,9 @@ class FlatLayout:
 
     A decoder row also has `max_encoder_blocks` blocks of the encoder; 0 without an encoder. In the encoder's
     batches the encoder's blocks are the `max_blocks`. With `one_each`, as in decode, T is R, and row r has
-    token r and no other. `states` are the entries for recurrent layers, and `adapters` those for
-    LoRA adapters. Each part begins at a multiple of 64
-    words, and so does the end of the buffer. Unused words are 0.
+    token r and no other. `states` are the entries for recurrent layers, which keep states of up to
+    `max_drafts` drafts of a request, and `adapters` those for LoRA adapters. Each part begins at a multiple
+    of 64 words, and so does the end of the buffer. Unused words are 0.
     """
 
     n_tokens: int
@@ -115,6 +116,7 @@ class FlatLayout:
     one_each: bool = False
     states: bool = False
     adapters: bool = False
+    max_drafts: int = 0
 
     def __post_init__(self) -> None:
         assert not self.one_each or self.n_tokens == self.n_rows, "each row has one token"
@@ -129,7 +131,7 @@ class FlatLayout:
             encoder_length=(self.n_rows * (self.max_encoder_blocks > 0),),
             encoder_table=(self.n_rows, self.max_encoder_blocks),
             state_start=((self.n_rows + 1) * self.states,), state_of_row=(self.n_rows * self.states,),
-            adapter_of_token=(self.n_tokens * self.adapters,),
+            kept_at=(self.n_rows * (self.max_drafts > 0),), adapter_of_token=(self.n_tokens * self.adapters,),
         )  # fmt: skip
 
     @property
@@ -244,17 +246,17 @@ def flat_batch(
     n_rows: int,
     max_blocks: int | None = None,
     one_each: bool = False,
-    states: bool = False,
-    n_snapshots: int = 0,
+    n_states: int = 0,
     adapters: bool = False,
+    max_drafts: int = 0,
 ) -> FlatBatch:
     """Lay out the requests of `message` in a new buffer of `bucket` tokens and min(bucket, max_bs) rows.
 
     Rows are in batch order, each with its tokens contiguous. `n_slots` is the number of slots in whole
     blocks, and serves as the slot of padding tokens: it is out of range, so their writes are dropped.
-    Likewise `n_rows`, the size of `last_token`, is the row of padding rows, and their state comes after the
-    `n_snapshots` snapshots. Padding tokens have id 0 and
-    position 0; padding rows have no tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
+    Likewise `n_rows`, the size of `last_token`, is the row of padding rows, and `n_states`, which is 0
+    without recurrent layers, their state. Padding tokens have id 0 and position 0; padding rows have no
+    tokens, kv_length 0, temperature 0 and top_p 1. Each row of the block
     table has `max_blocks` blocks; None: as many as in the message. With `one_each`, which needs a message of
     one token a row, there are `bucket` rows, and `max_blocks` need only hold what the rows have so far. A
     message with adapters needs `adapters`.
@@ -265,7 +267,14 @@ def flat_batch(
     max_encoder_blocks = 0 if encoder is None else encoder.block_table.shape[1]
     rows_of_bucket = bucket if one_each else min(bucket, max_bs)
     layout = FlatLayout(
-        bucket, rows_of_bucket, max_blocks or n_blocks, max_encoder_blocks, one_each, states, adapters
+        bucket,
+        rows_of_bucket,
+        max_blocks or n_blocks,
+        max_encoder_blocks,
+        one_each,
+        n_states > 0,
+        adapters,
+        max_drafts,
     )
     assert adapters or message.adapter is None, "rows have adapters, and the layout has no place for them"
     assert real_rows <= layout.n_rows and real_tokens <= bucket, f"{real_rows} rows, {real_tokens} tokens"
@@ -276,12 +285,17 @@ def flat_batch(
     row_start = arrays.row_start
     row_start[1 : real_rows + 1] = np.add.accumulate(message.input_length, dtype=np.int32)
     row_start[real_rows + 1 :] = real_tokens
-    if states:
+    if n_states:
         first = np.flatnonzero(np.diff(message.row, prepend=-1))  # each state's first row
         arrays.state_start[: len(first)] = row_start[first]
         arrays.state_start[len(first) :] = real_tokens
         arrays.state_of_row[: len(first)] = message.row[first]
-        arrays.state_of_row[len(first) :] = n_rows + n_snapshots
+        arrays.state_of_row[len(first) :] = n_states
+    if max_drafts:
+        arrays.kept_at.fill(n_states)
+        arrays.kept_at[message.states_kept[:, 0]] = message.states_kept[:, 1]
+    else:
+        assert not len(message.states_kept), "the layout has no place for states of drafts"
     arrays.kv_length[:real_rows] = message.kv_length
     n_sent = min(n_blocks, layout.max_blocks)  # later blocks of a row hold nothing yet
     arrays.block_table[:real_rows, :n_sent] = message.block_table[:, :n_sent]
@@ -375,7 +389,12 @@ class BatchSizes:
         shape = self.shape
         mixed = [
             FlatLayout(
-                n, min(n, shape.max_rows), shape.max_blocks, shape.max_encoder_blocks, states=shape.states
+                n,
+                min(n, shape.max_rows),
+                shape.max_blocks,
+                shape.max_encoder_blocks,
+                states=shape.states,
+                max_drafts=shape.max_drafts,
             )
             for n in self.buckets
         ]
@@ -409,6 +428,8 @@ class BatchSizes:
         """Blocks of a row in each decode layout of a bucket, ascending."""
         shape = self.shape
         contexts = self.decode_contexts
+        if shape.deterministic and shape.max_drafts:
+            return ()  # a token must be computed alike with drafts and without
         if shape.deterministic:
             # A row's tier, and so the order of its sums, would depend on the other rows.
             contexts = tuple(context for context in contexts if context is None)
@@ -440,9 +461,9 @@ class BatchSizes:
             n_rows=shape.n_rows,
             max_blocks=tier or shape.max_blocks,
             one_each=tier is not None,
-            states=shape.states,
-            n_snapshots=shape.n_snapshots,
+            n_states=shape.n_states if shape.states else 0,
             adapters=self.adapted(message),
+            max_drafts=0 if tier is not None else shape.max_drafts,
         )
         if shape.deterministic and flat.programs.sampler != "greedy":
             flat = replace(flat, programs=replace(flat.programs, sampler="full"))
@@ -455,6 +476,8 @@ class BatchSizes:
             return None
         if self.shape.deterministic and message.initiation.any():
             return None
+        if self.shape.states and (message.row[1:] == message.row[:-1]).any():
+            return None  # a state has several tokens
         needed = -(-int(message.kv_length.max()) // self.shape.block_size)
         return next((tier for tier in tiers if tier >= needed), None)
 

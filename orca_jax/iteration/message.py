@@ -122,6 +122,11 @@ class ControlMessage:
     # rows go on from, and after it rows of which snapshots are made. Snapshot s is state n_rows + s.
     states_before: npt.NDArray[np.int32] = field(default_factory=no_copies)
     states_after: npt.NDArray[np.int32] = field(default_factory=no_copies)
+    # [any number, 2] indices of drafted outputs' rows [R], each with the place that keeps the state after its
+    # token. A request's last row is not among them: its state stays at the request's row. States are copied
+    # from such places as well: before the iteration to rows whose drafts were rejected, and after it to
+    # snapshots.
+    states_kept: npt.NDArray[np.int32] = field(default_factory=no_copies)
 
     @property
     def samples(self) -> npt.NDArray[np.bool_]:

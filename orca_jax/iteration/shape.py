@@ -46,8 +46,9 @@ class EngineShape:
     if the engine makes none. In each of `sparse_layers` layers a token chooses `top_k` of `n_experts`
     experts; all three are 0 if no layer has experts, or if layers choose different numbers of them. With
     `states` each admitted request also has a state of fixed size, which recurrent layers keep at its row,
-    and the prefix cache has `n_snapshots` more of them. `n_host_blocks` blocks of keys and values fit in the
-    host's memory, and `n_host_states` states. With `drafts` outputs are drafted.
+    the prefix cache has `n_snapshots` more of them, and `n_draft_states` are for those after drafted tokens,
+    where a request has up to `max_drafts` in an iteration. `n_host_blocks` blocks of keys and values fit in
+    the host's memory, and `n_host_states` states. With `drafts` outputs are drafted.
     Devices have room for `max_adapters` LoRA adapters of a rank up to `adapter_rank`; both are 0 without.
     They may change the token embedding, the head or experts where one of the last three is set.
     """
@@ -68,6 +69,8 @@ class EngineShape:
     n_experts: int = 0
     states: bool = False
     n_snapshots: int = 0
+    n_draft_states: int = 0
+    max_drafts: int = 0
     drafts: bool = False
     max_adapters: int = 0
     adapter_rank: int = 0
@@ -87,6 +90,8 @@ class EngineShape:
         for name in ("sparse_layers", "top_k", "n_experts"):
             check_whole(name, getattr(self, name), 0, _MOST_EXPERTS)
         check_whole("n_snapshots", self.n_snapshots, 0, _LIMITS["n_rows"] if self.states else 0)
+        for name in ("n_draft_states", "max_drafts"):
+            check_whole(name, getattr(self, name), 0, _LIMITS["n_rows"] if self.states and self.drafts else 0)
         check_whole("n_host_blocks", self.n_host_blocks, 0, _LIMITS["n_blocks"])
         check_whole("n_host_states", self.n_host_states, 0, _LIMITS["n_blocks"] if self.n_snapshots else 0)
         for name in ("deterministic", "coarse_buckets", "states", "drafts", *_ADAPTED.values()):
@@ -105,8 +110,8 @@ class EngineShape:
 
     @property
     def n_states(self) -> int:
-        """The states that recurrent layers keep: one for each row, then the snapshots."""
-        return self.n_rows + self.n_snapshots
+        """The states that recurrent layers keep: one for each row, the snapshots, then those of drafts."""
+        return self.n_rows + self.n_snapshots + self.n_draft_states
 
     @property
     def n_slots(self) -> int:

@@ -91,6 +91,22 @@ class Tokens(NamedTuple):
         return x if self.at is None else x.at[self.at].get(mode="clip")
 
 
+class Kept(NamedTuple):
+    """Places of the states after drafted rows' tokens, whose drafts may be rejected.
+
+    In a drafted row each token but the last has a place, and no token of another row has one. A row has up to
+    `most` places, and a batch fewer than R.
+    """
+
+    token: jax.Array  # [R] int32
+    at: jax.Array  # [R] int32 the place of the state after this token; n_states (out of range) for none
+    most: int
+
+    def by_token(self, n_tokens: int, n_states: int) -> jax.Array:
+        """The place of each token's state, n_states for none: [T]."""
+        return jnp.full(n_tokens, n_states, jnp.int32).at[self.token].set(self.at)
+
+
 class Rows(NamedTuple):
     """The rows of an iteration as recurrent layers see them: neighbouring tokens of one request are one row.
 
@@ -102,13 +118,14 @@ class Rows(NamedTuple):
     state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
     starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
     one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
+    kept: Kept | None = None
 
     def carried(self, state: jax.Array) -> jax.Array:
         """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""
         own = state.at[self.state_of_row].get(mode="clip")
         return jnp.where(self.starts.reshape(-1, *(1 for _ in own.shape[1:])), 0, own)
 
-    def kept(self, state: jax.Array, new: jax.Array) -> jax.Array:
+    def replaced(self, state: jax.Array, new: jax.Array) -> jax.Array:
         """Write the rows' new states [R, ...] back into the array [n_states, ...]."""
         return state.at[self.state_of_row].set(new.astype(state.dtype), mode="drop")
 

@@ -9,7 +9,8 @@ where the keys of a state space are its B, the queries its C, and the values its
 Everything is float32.
 
 Rows differ in length and phase (selective batching, ORCA 3.2). A batch of one token a row takes one step for
-all rows. Otherwise a row's tokens are taken in chunks, each by a few matrix products: with D[i, j] =
+all rows. So do drafted rows, one token after the other, as the states between their tokens are kept.
+Otherwise a row's tokens are taken in chunks, each by a few matrix products: with D[i, j] =
 exp(a_j+1 + ... + a_i), u the values that the state takes in, and exp(A) the decay since the chunk's start,
 
     results exp(A) (q S) + (q k^T * D) u,    new state exp(A_last) S + (D[last] * k)^T u
@@ -18,6 +19,7 @@ In a state space u is v; in the delta rule it solves a triangular system, u_i + 
 k_j) u_j = beta_i (v_i - exp(A_i) k_i S).
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -79,8 +81,11 @@ def _inputs(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: ja
 
 def _over_rows(x: _Inputs, state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
     n, group = x.v.shape[1:3]
-    table = _Table(rows.row_start, rows.state_of_row, rows.starts)
+    kept = None if rows.kept is None else rows.kept.by_token(len(x.q), len(state))
+    table = _Table(rows.row_start, rows.state_of_row, rows.starts, kept)
     cpu, default = (_steps_in_place, _steps_at_once) if rows.one_each else (_chunks_in_turn, _chunks_at_once)
+    if rows.kept is not None:
+        default = partial(_drafts_at_once, most=rows.kept.most)
     by_group = state.reshape(len(state), n, group, *state.shape[2:])
     out, by_group = lax.platform_dependent(x, by_group, table, cpu=cpu, default=default)
     return out.reshape(len(out), n * group, -1), by_group.reshape(state.shape)
@@ -131,6 +136,13 @@ class _Table(NamedTuple):
     row_start: jax.Array
     state_of_row: jax.Array
     starts: jax.Array
+    kept: jax.Array | None = None  # as Kept.by_token; None if the batch has no drafts
+
+    def drafted(self, n_states: int) -> jax.Array:
+        """The rows that are drafted [R]: their states between tokens are kept."""
+        if self.kept is None:
+            return jnp.zeros_like(self.starts)
+        return (self.length > 1) & (self.kept.at[self.row_start[:-1]].get(mode="clip") < n_states)
 
     @property
     def length(self) -> jax.Array:
@@ -155,10 +167,12 @@ def _steps_in_place(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Ar
 
 def _chunks_in_turn(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
     """Each row in long chunks, then short ones, for CPUs: loops whose trip counts the device reads."""
-    length = table.length
+    drafted = table.drafted(len(state))
+    length = jnp.where(drafted, 0, table.length)
     n_long, rest = length // _LONG, length % _LONG
     n_single = (rest % _SHORT == 1).astype(jnp.int32)
     n_short = -(-(rest - n_single) // _SHORT)
+    n_single = jnp.where(drafted, table.length, n_single)
     padded = jax.tree.map(lambda each: jnp.pad(each, [(0, _SHORT)] + [(0, 0)] * (each.ndim - 1)), x)
     done = (jnp.zeros_like(padded.v), state)
     first = table.row_start[:-1]
@@ -191,9 +205,15 @@ def _walked(
         out, state = done
         row = (i >= chunks_until).sum()
         begin = first[row] + (i - chunks_until[row] + n_chunks[row]) * size
-        at, n_real = table.state_of_row[row], table.row_start[row + 1] - begin
+        of_row, n_real = table.state_of_row[row], table.row_start[row + 1] - begin
+        at = into = of_row
+        is_first = begin == table.row_start[row]
+        if size == 1 and table.kept is not None:  # drafted tokens go from one place to the next
+            before, into = table.kept[jnp.maximum(begin - 1, 0)], table.kept[begin]
+            at = jnp.where(is_first | (before == n_states), at, before)
+            into = jnp.where(into == n_states, of_row, into)
         found = lax.dynamic_index_in_dim(state, at, keepdims=False)
-        own = jnp.where(table.starts[row] & (begin == table.row_start[row]), 0, found)
+        own = jnp.where(table.starts[row] & is_first, 0, found)
         part = jax.tree.map(lambda each: lax.dynamic_slice_in_dim(each, begin, size), x)
         if size == 1:
             result, new = _step(part, own[None])
@@ -202,9 +222,9 @@ def _walked(
             result, new = _chunk(_only(part, jnp.arange(size) < n_real), own)
             before = lax.dynamic_slice_in_dim(out, begin, size)
             result = jnp.where((jnp.arange(size) < n_real)[:, None, None, None], result, before)
-        new = jnp.where(at < n_states, new, found)
+        new = jnp.where(of_row < n_states, new, found)
         out = lax.dynamic_update_slice_in_dim(out, result, begin, 0)
-        return out, lax.dynamic_update_index_in_dim(state, new, at, 0)
+        return out, lax.dynamic_update_index_in_dim(state, new, into, 0)
 
     return lax.fori_loop(0, chunks_until[-1], run, done)
 
@@ -251,3 +271,32 @@ def _chunks_at_once(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Ar
     in_chunks = jnp.zeros_like(own).at[order].set(carried)
     single = (length == 1).reshape(-1, 1, 1, 1, 1)
     return out, state.at[table.state_of_row].set(jnp.where(single, after_step, in_chunks), mode="drop")
+
+
+def _drafts_at_once(x: _Inputs, state: jax.Array, table: _Table, *, most: int) -> tuple[jax.Array, jax.Array]:
+    """_chunks_at_once with drafted rows: all their first tokens in a step, then all second ones.
+
+    A row has up to `most` drafts. Chunks' results of drafted rows are replaced. These have at least two
+    tokens each and R in all at the most, so step i concerns up to R / (i + 1) rows, the longest.
+    """
+    n_tokens, n_rows, n_states = len(x.q), len(table.starts), len(state)
+    assert table.kept is not None
+    carried = table.own(state)
+    out, state = _chunks_at_once(x, state, table)
+    length = jnp.where(table.drafted(n_states), table.length, 0)
+    order = jnp.argsort(-length)
+    first, length, place, carried = (
+        each[order] for each in (table.row_start[:-1], length, table.state_of_row, carried)
+    )
+    for i in range(most + 1):
+        n = n_rows // max(2, i + 1)
+        real = i < length[:n]
+        token = jnp.where(real, first[:n] + i, n_tokens)
+        result, carried = _step(
+            jax.tree.map(lambda each, token=token: each.at[token].get(mode="clip"), x), carried[:n]
+        )
+        into = table.kept.at[token].get(mode="fill", fill_value=n_states)
+        into = jnp.where(real & (i + 1 == length[:n]), place[:n], into)
+        out = out.at[token].set(result, mode="drop")
+        state = state.at[into].set(carried, mode="drop")
+    return out, state

@@ -34,11 +34,20 @@ def causal_convolution(
         y = y + earlier.astype(jnp.float32) * wide[:, n_kept - back]
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    # Place k of the new state is the row's token at end - (W - 1) + k, or in a shorter row what it carried.
-    length = rows.row_start[1:] - rows.row_start[:-1]  # [R]
-    place = jnp.arange(n_kept)
-    token = rows.row_start[1:, None] - n_kept + place  # [R, W - 1]
-    old = jnp.take_along_axis(carried, jnp.minimum(place + length[:, None], n_kept - 1)[:, :, None], axis=1)
-    new = x.at[token].get(mode="clip").astype(state.dtype)
-    new = jnp.where((token >= rows.row_start[:-1, None])[:, :, None], new, old)
-    return y, rows.kept(state, new)
+
+    def newest(end: jax.Array, begin: jax.Array, carried: jax.Array) -> jax.Array:
+        """The inputs before tokens `end` [R] of rows that begin at `begin` with states `carried`."""
+        # Place k of the new state is the token at end - (W - 1) + k, or in a shorter row what it carried.
+        place = jnp.arange(n_kept)
+        token = end[:, None] - n_kept + place  # [R, W - 1]
+        at = jnp.minimum(place + (end - begin)[:, None], n_kept - 1)
+        old = jnp.take_along_axis(carried, at[:, :, None], axis=1)
+        new = x.at[token].get(mode="clip").astype(state.dtype)
+        return jnp.where((token >= begin[:, None])[:, :, None], new, old)
+
+    new = rows.replaced(state, newest(rows.row_start[1:], rows.row_start[:-1], carried))
+    if rows.kept is not None:
+        of_kept = row[rows.kept.token]
+        after = newest(rows.kept.token + 1, rows.row_start[of_kept], carried[of_kept])
+        new = new.at[rows.kept.at].set(after, mode="drop")
+    return y, new

@@ -384,6 +384,7 @@ def _stage_plans(target: PlanTarget, serving: ServingConfig) -> list[StagePlan]:
             use = "n_slots" if needed > whole else "one request of the model's full length"
             states = f"{_gib(memory.states)} of states, " if memory.states else ""
             states += f"{_gib(memory.snapshots)} of their snapshots, " if memory.snapshots else ""
+            states += f"{_gib(memory.draft_states)} of states after drafts, " if memory.draft_states else ""
             states += f"{_gib(room.draft.fixed)} of the draft model, " if room.draft else ""
             in_slots = _gib(needed * room.slot_bytes(memory))
             problem = (

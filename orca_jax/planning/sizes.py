@@ -53,10 +53,9 @@ def serving_config(
         if requested.kv_host_bytes:
             raise _no_host_tier(requested, "the model has an encoder, and so no prefix cache; leave it out")
         requested = replace(requested, prefix_caching=False)
-    no_drafts = config.encoder is not None or config.has_state or config.only_pools
-    if requested.speculates and no_drafts:
-        part = "with recurrent layers" if config.has_state else "with an encoder"
-        part = "that generates nothing" if config.only_pools and not config.is_bidirectional else part
+    if requested.speculates and (config.encoder is not None or config.only_pools):
+        generates_nothing = config.only_pools and not config.is_bidirectional
+        part = "that generates nothing" if generates_nothing else "with an encoder"
         raise ConfigError(
             f"speculative is {requested.speculative!r}, which does not work yet with a model {part}; "
             "leave it out"
@@ -70,6 +69,10 @@ def serving_config(
             f"max_batch_tokens is {sizes.max_batch_tokens}; without chunked_prefill it must be at least the "
             f"model's {longest} positions, so that the longest prompt fits into one iteration"
         )
+    n_draft_states = 0
+    if config.has_state and sizes.scheduling.speculates:
+        n_draft_states = len(rooms) * draft_states(sizes)
+        sizes = replace(sizes, n_draft_states=n_draft_states)
     n_snapshots = 0
     if config.has_state and sizes.scheduling.prefix_caching:
         n_snapshots = _n_snapshots(
@@ -94,6 +97,7 @@ def serving_config(
         max_batch_tokens=sizes.max_batch_tokens,
         coarse_buckets=coarse_buckets,
         n_snapshots=n_snapshots,
+        n_draft_states=n_draft_states,
         n_host_blocks=tier.n_blocks,
         host_block_bytes=tier.block_bytes,
         n_host_states=tier.n_states,
@@ -203,6 +207,16 @@ def request_slots(config: ModelConfig, n_tokens: int, n_read: int, *, block_size
     return round_up(n_tokens, block_size) + (round_up(n_read, block_size) if config.encoder else 0)
 
 
+def draft_states(serving: ServingConfig) -> int:
+    """The drafts of a batch whose states can be kept, for a model with recurrent layers.
+
+    A draft takes a place of the batch. Where drafts would take more than half of it there are few requests,
+    so only one of these may have as many drafts as it can.
+    """
+    most = serving.max_batch_size
+    return max(min(serving.scheduling.speculative_tokens, most - 1), most // 2)
+
+
 def n_rows(max_batch_size: int, *, n_workers: int) -> int:
     """The most admitted requests at a time: one batch per worker, and one in preparation."""
     return (n_workers + 1) * max_batch_size
@@ -211,6 +225,8 @@ def n_rows(max_batch_size: int, *, n_workers: int) -> int:
 def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) -> EngineShape:
     """The shape of an engine that serves this model, with one batch in flight per worker."""
     sparse_layers, top_k, n_experts = model.expert_routing
+    keeps_states = model.has_state and serving.scheduling.speculates
+    n_draft_states = serving.n_draft_states if keeps_states else 0
     return EngineShape(
         block_size=serving.block_size,
         max_blocks=-(-model.n_positions // serving.block_size),
@@ -228,6 +244,8 @@ def engine_shape(model: ModelConfig, serving: ServingConfig, *, n_workers: int) 
         n_experts=n_experts,
         states=model.has_state,
         n_snapshots=serving.n_snapshots if model.has_state else 0,
+        n_draft_states=n_draft_states,
+        max_drafts=serving.scheduling.speculative_tokens if n_draft_states else 0,
         n_host_blocks=serving.n_host_blocks,
         n_host_states=serving.n_host_states if model.has_state else 0,
         drafts=serving.scheduling.speculates,
@@ -255,6 +273,7 @@ def kv_manager(shape: EngineShape, scheduling: SchedulingConfig = ORCA) -> KVMan
         max_encoder_blocks=shape.max_encoder_blocks,
         prefix_caching=scheduling.prefix_caching and (not shape.states or shape.n_snapshots > 0),
         n_snapshots=shape.n_snapshots if scheduling.prefix_caching else 0,
+        n_draft_states=shape.n_draft_states,
         snapshot_blocks=scheduling.snapshot_blocks,
         n_host_blocks=shape.n_host_blocks if scheduling.prefix_caching else 0,
         n_host_states=shape.n_host_states if scheduling.prefix_caching else 0,

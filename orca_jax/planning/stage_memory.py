@@ -46,7 +46,8 @@ class StageMemory:
     """Bytes on each of a stage's devices.
 
     `tables` are the sampler's tables, which have a row per request, `states` those of recurrent layers, one
-    for each row, and `snapshots` those of the prefix cache. `adapters` is the room for LoRA adapters.
+    for each row, `snapshots` those of the prefix cache, and `draft_states` those after drafted tokens.
+    `adapters` is the room for LoRA adapters.
     `temporaries` are what programs need while they run, including results that later programs read. `slot` is
     one token's keys and values in the stage's layers. `source` says how `temporaries` was determined.
     """
@@ -57,13 +58,14 @@ class StageMemory:
     slot: int
     states: int = 0
     snapshots: int = 0
+    draft_states: int = 0
     adapters: int = 0
     source: Source = "arithmetic"
 
     @property
     def fixed(self) -> int:
         """All memory except the KV cache."""
-        states = self.states + self.snapshots
+        states = self.states + self.snapshots + self.draft_states
         return self.weights + self.tables + states + self.adapters + self.temporaries
 
 
@@ -105,6 +107,7 @@ class StageRoom:
             slot=slot_bytes(config, layers, n_devices, itemsize),
             states=shape.n_rows * state,
             snapshots=shape.n_snapshots * state,
+            draft_states=shape.n_draft_states * state,
             adapters=self._adapter_bytes(config, shape) if shape.max_adapters else 0,
             source="arithmetic" if self.temporaries is None else "compiled",
         )

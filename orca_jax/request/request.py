@@ -167,6 +167,7 @@ class RowKind:
     n_rows = 1  # rows of the block table per request, each of which takes a place in every batch
     knows_ids = False  # whether `known_ids` takes the place of `rows`
     forks = False  # whether rows diverge after the prompt, and may continue one another's
+    may_reject = False  # whether an increment's tokens after the first are drafts, which may be rejected
     greedy = False  # whether temperature 0 replaces the request's
     scored_ids: Sequence[int] = ()  # the output, if it is known and only scored
     sent: Sequence[int] = ()  # drafts of the iteration in flight: input tokens after the output so far

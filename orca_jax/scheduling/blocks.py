@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from orca_jax.scheduling.draft_states import DraftStates
 from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.scheduling.prefix_cache import PrefixCache
 from orca_jax.scheduling.snapshots import Snapshots
@@ -29,9 +30,9 @@ class Blocks:
 
     With `prefix_caching`, `prefixes` keeps full blocks after the request that computed them has ended, until
     they are evicted. For a model with recurrent layers it has `n_snapshots` of their states, one every
-    `snapshot_blocks` blocks of a prompt. `host` keeps up to `n_host_blocks` evicted blocks, and
-    `host_states` up to `n_host_states` evicted snapshots. `n_promised` counts free blocks that are promised
-    to running beam searches.
+    `snapshot_blocks` blocks of a prompt. `draft_states` keeps `n_draft_states` states of drafted rows.
+    `host` keeps up to `n_host_blocks` evicted blocks, and `host_states` up to `n_host_states` evicted
+    snapshots. `n_promised` counts free blocks that are promised to running beam searches.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Blocks:
         max_encoder_blocks: int = 0,
         prefix_caching: bool = False,
         n_snapshots: int = 0,
+        n_draft_states: int = 0,
         snapshot_blocks: int = 64,
         n_host_blocks: int = 0,
         n_host_states: int = 0,
@@ -78,6 +80,9 @@ class Blocks:
                 every=snapshot_blocks,
                 host=self.host_states,
             )
+        self.draft_states: DraftStates | None = None  # None: no drafts, or no recurrent layers
+        if n_draft_states:
+            self.draft_states = DraftStates(n_draft_states, first=n_rows + n_snapshots)
         self.prefixes = PrefixCache(self.snapshots, self.host) if prefix_caching else None
         self.n_promised = 0
         # A stack. Block 0 starts on top and is allocated first.
@@ -135,6 +140,8 @@ class Blocks:
         self.slots_of[row] = self.encoder_blocks[row] = 0
         if self.snapshots is not None:
             self.snapshots.release(row)
+        if self.draft_states is not None:
+            self.draft_states.release(row)
         self._free_rows.append(row)
 
     def allocate(self, row: int, first: int, end: int) -> None:
@@ -180,6 +187,8 @@ class Blocks:
 
     def forget(self) -> None:
         """Empty the prefix cache and its host tier: the contents of all blocks are lost."""
+        if self.draft_states is not None:
+            self.draft_states.clear()
         if self.prefixes is not None:
             self._free_blocks += self.prefixes.clear()
 

@@ -34,26 +34,35 @@ class Choice(NamedTuple):
     read_in: Mapping[Request, int] = _NONE_READ
 
 
-def fill_places(rows: list[Row], max_bs: int) -> None:
-    """Let increments that can compute several tokens use the places left in a batch of increments."""
+def fill_places(rows: list[Row], max_bs: int, most_drafts: int | None = None) -> None:
+    """Let increments that can compute several tokens use the places left in a batch of increments.
+
+    Up to `most_drafts` of these tokens may be drafts; None: any number.
+    """
     free = max_bs - sum(max(req.kind.n_rows, n_tokens) for req, n_tokens in rows)
     drafted = [req for req, _ in rows if req.kind.shared_drafter is not None]
     if free > 0 and drafted:
-        draft_together([(req, req.kind.chances([req])[0]) for req in drafted], free)
+        n_places = free if most_drafts is None else min(free, most_drafts)
+        draft_together([(req, req.kind.chances([req])[0]) for req in drafted], n_places)
     several = [i for i, (req, _) in enumerate(rows) if req.kind is not PLAIN and not req.in_initiation]
     for i in several:
         if free <= 0:
             break
         req, n_tokens = rows[i]
         n_more = max(0, min(free, req.kind.most_tokens([req])[0] - n_tokens))
+        if most_drafts is not None and req.kind.may_reject:
+            n_more = min(n_more, most_drafts)
+            most_drafts -= n_more
         rows[i] = req, n_tokens + n_more
         free -= n_more
 
 
-def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool) -> tuple[Choice, bool]:
+def one_phase(
+    choice: Choice, n_rsrv: int, *, max_bs: int, most_drafts: int | None = None, initiated_last: bool
+) -> tuple[Choice, bool]:
     """Keep the rows of one phase, and say whether it is prefill. Deterministic engines alternate phases.
 
-    `n_rsrv` is the value before the choice; increments do not change it.
+    `n_rsrv` is the value before the choice; increments do not change it. `most_drafts` as in `fill_places`.
     """
     initiations = [row for row in choice.rows if row[0].in_initiation]
     increments = [row for row in choice.rows if not row[0].in_initiation]
@@ -62,7 +71,7 @@ def one_phase(choice: Choice, n_rsrv: int, *, max_bs: int, initiated_last: bool)
         held = (increments[0][0], "phase") if increments else choice.held
         return choice._replace(rows=initiations, held=held, short=None), True
     held = (initiations[0][0], "phase") if initiations else choice.held
-    fill_places(increments, max_bs)
+    fill_places(increments, max_bs, most_drafts)
     return Choice(increments, n_rsrv, held=held), False
 
 

@@ -247,16 +247,44 @@ def reserve_sharing(
 
 
 def make_snapshots(rows: Iterable[Row], kv: KVManager) -> None:
-    """Make the snapshots of the next iteration, which has these rows and is not issued yet."""
-    prefixes, snapshots, size = kv.prefixes, kv.snapshots, kv.block_size
-    if prefixes is None or snapshots is None:
-        return
+    """Make the snapshots of the next iteration, which has these rows and is not issued yet.
+
+    The states after the tokens of drafted rows are kept too.
+    """
+    drafts = kv.draft_states
+    if drafts is not None:
+        drafts.begin()
     for req, n_tokens in rows:
-        end = req.n_computed + n_tokens
-        if end % size == 0:
-            known = next_block_hash(req, end // size - 1, kv)
-            shared = known is not None and known in prefixes
-            snapshots.make(req.row, end, prompt=len(req.prompt_ids), known=known, shared=shared)
+        if drafts is not None and n_tokens > 1 and req.kind.may_reject and not req.in_initiation:
+            states = drafts.keep(req.row, req.n_computed, n_tokens)
+            # A border that several tokens follow is the first. A second one could not be undone alone.
+            border = (req.n_computed // kv.block_size + 1) * kv.block_size
+            i = border - req.n_computed - 1
+            if i < n_tokens:
+                _make_snapshot(req, border, kv, states[i] if i < len(states) else None)
+        else:
+            _make_snapshot(req, req.n_computed + n_tokens, kv)
+
+
+def _make_snapshot(req: Request, end: int, kv: KVManager, state: int | None = None) -> None:
+    """Make a snapshot after the first `end` tokens of a request, if there is to be one there.
+
+    It is copied from `state`; None: from the row's own.
+    """
+    prefixes, snapshots, size = kv.prefixes, kv.snapshots, kv.block_size
+    if end % size or prefixes is None or snapshots is None:
+        return
+    known = next_block_hash(req, end // size - 1, kv)
+    shared = known is not None and known in prefixes
+    n_prompt = len(req.prompt_ids)
+    snapshots.make(req.row, end, prompt=n_prompt, known=known, shared=shared, state=state)
+
+
+def settle_drafts(req: Request, kv: KVManager) -> None:
+    """Undo what rejected drafts of a request did to its state, now that `n_computed` tokens are right."""
+    drafts, snapshots = kv.draft_states, kv.snapshots
+    if drafts is not None and drafts.settle(req.row, req.n_computed) and snapshots is not None:
+        snapshots.unmake(req.row, req.n_computed)
 
 
 def publish_full_blocks(requests: Iterable[Request], kv: KVManager) -> None:

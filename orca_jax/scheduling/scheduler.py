@@ -29,7 +29,7 @@ from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policies import configured_policy
 from orca_jax.scheduling.policy import Choice, Policy, one_phase
-from orca_jax.scheduling.prefix_lookup import make_snapshots, publish_full_blocks
+from orca_jax.scheduling.prefix_lookup import make_snapshots, publish_full_blocks, settle_drafts
 from orca_jax.scheduling.quarantine import Quarantine
 from orca_jax.scheduling.request_pool import Delivery, RequestPool
 from orca_jax.scheduling.select import Held, running_ahead
@@ -155,8 +155,13 @@ class Scheduler:
             choice = self._choose(running_ahead(self.in_flight[0].rows))
         if not self.config.deterministic:
             return choice
+        drafts = self.kv.draft_states
         choice, self._initiated_last = one_phase(
-            choice, self.n_rsrv, max_bs=self.config.max_batch_size, initiated_last=self._initiated_last
+            choice,
+            self.n_rsrv,
+            max_bs=self.config.max_batch_size,
+            most_drafts=None if drafts is None else drafts.n_free,
+            initiated_last=self._initiated_last,
         )
         return choice
 
@@ -209,7 +214,7 @@ class Scheduler:
         if self.kv.beams:
             self.kv.copies = continue_beams(rows, self.kv)
             self.n_rsrv = (self.kv.n_blocks - self.kv.n_free_blocks) * self.config.block_size
-        if self.kv.snapshots is not None:
+        if self.kv.snapshots is not None or self.kv.draft_states is not None:
             make_snapshots(rows, self.kv)
         record = self.timeline.issued(rows)
         iteration = self.engine.issue(rows)  # line 5
@@ -268,6 +273,8 @@ class Scheduler:
                     deliveries.append((req, 1, reason))
                 else:
                     token_ids, reason = several
+                    if self.kv.draft_states is not None:
+                        settle_drafts(req, self.kv)
                     deliveries.append((req, len(token_ids), reason))
                 # Without overlap `_issue` has published the blocks of tokens that are not drafts.
                 if (overlaps or several) and req.n_computed >= req.full_at:

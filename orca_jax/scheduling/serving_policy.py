@@ -266,7 +266,11 @@ class ServingPolicy:
             drafted = [rows[i][0] for i in several]
             groups = by_kind(drafted)
             chances = [chance for chance in chances if chance < 1.0]
-        if not drafted or not self._may_be_worth_their_time(n_planned, max(chances), n_left):
+        if self._kv.draft_states is not None:
+            n_left = min(n_left, self._kv.draft_states.n_free)
+        if not drafted or n_left <= 0:
+            return
+        if not self._may_be_worth_their_time(n_planned, max(chances), n_left):
             return  # whatever is drafted
         if drafted[0].kind.shared_drafter is not None:
             draft_together(list(zip(drafted, chances, strict=True)), n_left, self._worth(n_planned))

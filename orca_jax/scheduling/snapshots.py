@@ -25,11 +25,13 @@ def least_blocks(every: int) -> int:
 class StateCopies(NamedTuple):
     """The states (from, to) to copy before an iteration, and after it.
 
-    State r is that of row r of the block table; snapshots come after the rows.
+    State r is that of row r of the block table; snapshots come after the rows, and states after drafts last.
+    `kept` are the states that drafted rows keep, as in DraftStates.
     """
 
     before: list[tuple[int, int]]
     after: list[tuple[int, int]]
+    kept: Sequence[tuple[int, int]] = ()
 
 
 NO_STATE_COPIES = StateCopies([], [])
@@ -68,6 +70,7 @@ class Snapshots:
         self._replaceable: dict[int, int] = {}
         self._row_of: dict[int, int] = {}  # the inverse
         self._newest = [0] * n_rows
+        self._older = [0] * n_rows  # the newest before that
         self._held: set[int] = set()  # snapshots that new rows of the next issued iteration begin with
 
     def __len__(self) -> int:
@@ -159,15 +162,25 @@ class Snapshots:
         self._name_of[place] = block_hash
         return place
 
-    def make(self, row: int, n_tokens: int, *, prompt: int, known: bytes | None, shared: bool) -> None:
+    def make(
+        self,
+        row: int,
+        n_tokens: int,
+        *,
+        prompt: int,
+        known: bytes | None,
+        shared: bool,
+        state: int | None = None,
+    ) -> None:
         """Make a snapshot of a row that will have computed `n_tokens`, if that is a border far enough on.
 
         `prompt` counts the prompt's tokens, `known` is the hash of the block before the border if its tokens
-        are known, and `shared` says whether others computed that block before.
+        are known, and `shared` says whether others computed that block before. It is copied from
+        `state`; None: from the row's own.
         """
         if n_tokens % self._size or n_tokens - self._newest[row] < self._least:
             return
-        self._newest[row] = n_tokens
+        self._older[row], self._newest[row] = self._newest[row], n_tokens
         if known is not None and known in self._named:
             self._named.move_to_end(known)
             return
@@ -178,11 +191,25 @@ class Snapshots:
         if snapshot is None:
             return
         self.n_made += 1
-        self.copies.after.append((row, snapshot))
+        self.copies.after.append((row if state is None else state, snapshot))
         self._unnamed[row][n_tokens // self._size] = snapshot
         if n_tokens % self._every and n_tokens != self._last_border(prompt) and not shared:
             self._replaceable[row] = snapshot
             self._row_of[snapshot] = row
+
+    def unmake(self, row: int, n_computed: int) -> None:
+        """Forget the row's snapshot after more than `n_computed` tokens: it has a rejected draft in it.
+
+        It is of the row's newest iteration, which makes no more than one.
+        """
+        if self._newest[row] <= n_computed:
+            return
+        snapshot = self._unnamed[row].pop(self._newest[row] // self._size, None)
+        self._newest[row] = self._older[row]
+        if snapshot is not None:
+            self.n_made -= 1
+            self._keep(snapshot)
+            self._free.append(snapshot)
 
     def name(self, row: int, n_blocks: int, block_hash: bytes) -> None:
         """Let others find the row's snapshot after `n_blocks` blocks, if there is one, by this hash."""

@@ -195,6 +195,7 @@ def _kv_manager(config: ServingConfig, *, n_rows: int, max_blocks_per_row: int) 
         max_blocks_per_row=max_blocks_per_row,
         prefix_caching=config.scheduling.prefix_caching,
         n_snapshots=config.n_snapshots,
+        n_draft_states=config.n_draft_states,
         snapshot_blocks=config.scheduling.snapshot_blocks,
         n_host_blocks=config.n_host_blocks,
         n_host_states=config.n_host_states,

@@ -172,6 +172,7 @@ def as_json(name: str, plan: Plan, why_arithmetic: str) -> dict[str, Any]:
                 "tables": stage.memory.tables,
                 "states": stage.memory.states,
                 "snapshots": stage.memory.snapshots,
+                "draft_states": stage.memory.draft_states,
                 "temporaries": stage.memory.temporaries,
                 "slot": stage.memory.slot,
                 "slots": stage.slots,
@@ -207,10 +208,12 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
     if target.model.has_state:
         own = [state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages]
         share = " on each device of its stages" if target.parallel.tensor_parallel > 1 else ""
+        of_drafts = sum(stage.memory.draft_states for stage in plan.stages)
+        drafts = f", {of_drafts / _MIB:,.1f} MiB for states after drafts" if of_drafts else ""
         console.out(
             f"Recurrent layers: {sum(own) / 1024:,.1f} KiB of states for each request{share}, whatever its "
             "length; "
-            f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows and "
+            f"{sum(stage.memory.states for stage in plan.stages) / _MIB:,.1f} MiB for all rows{drafts} and "
             f"{sum(stage.memory.snapshots for stage in plan.stages) / _MIB:,.1f} MiB for "
             f"{plan.serving.n_snapshots:,} snapshots in the prefix cache, besides the table below"
         )

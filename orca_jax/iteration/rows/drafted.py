@@ -58,6 +58,7 @@ class Drafted(RowKind):
     """
 
     knows_ids = True
+    may_reject = True
 
     def __init__(self, speculation: Speculation, prediction: Prediction | None = None) -> None:
         self.speculation = speculation

@@ -37,6 +37,11 @@ _INCREMENT = RequestState.INCREMENT
 _NO_INPUTS: Mapping[int, InputRow] = {}
 
 
+_Pairs = Sequence[tuple[int, int]]
+StateChanges = tuple[_Pairs, _Pairs, _Pairs]
+_NO_STATES: StateChanges = ((), (), ())
+
+
 class KnownTokens(NamedTuple):
     """Rows of increments whose token the host knows.
 
@@ -163,13 +168,14 @@ class MessageBuilder:
         self,
         sent: SentRows,
         copies: Sequence[tuple[int, int]] = (),
-        states: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]] = ((), ()),
+        states: StateChanges = _NO_STATES,
         host: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]] = ((), ()),
     ) -> ControlMessage:
         """The message, with the `copies` of blocks to make before its iteration.
 
-        `states` are the copies of recurrent layers' states before it, and after it. `host` are copies of
-        blocks to the host's memory, and from it.
+        `states` are the copies of recurrent layers' states before it and after it, and the states
+        to keep, as (row of the block table, place) in the order of the row's tokens. `host` are
+        copies of blocks to the host's memory, and from it.
         """
         requests, start, input_length, row, inputs, given, _, _ = sent
         plain, n = self._plain, len(requests)
@@ -254,6 +260,7 @@ class MessageBuilder:
             from_host=_pairs(host[1]),
             states_before=_pairs(states[0]),
             states_after=_pairs(states[1]),
+            states_kept=_kept(states[2], row),
             adapter=adapter if adapter is not None and adapter.any() else None,
         )
 
@@ -302,6 +309,18 @@ def _of_increments(
         first=first,
         places=[place for place, ids in enumerate(known) if ids],
     )
+
+
+def _kept(places: _Pairs, row: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
+    """These places with the indices of the rows whose states they keep, of a message with rows `row` [R]."""
+    kept = list[tuple[int, int]]()
+    first, n_before = -1, 0
+    for i, (own, place) in enumerate(places):
+        if not i or own != places[i - 1][0]:
+            first, n_before = int((row == own).argmax()), 0
+        kept.append((first + n_before, place))
+        n_before += 1
+    return _pairs(kept)
 
 
 def _pairs(copies: Sequence[tuple[int, int]]) -> npt.NDArray[np.int32]:

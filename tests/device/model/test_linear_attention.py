@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.model import linear_attention
-from orca_jax.model.context import Rows
+from orca_jax.model.context import Kept, Rows
 from orca_jax.model.linear_attention import gated_delta_rule, state_space
 from tests.device.model.golden import DIRECTORY
 
 N_STATES, BUCKET, N_ROWS = 7, 200, 5
+N_DRAFTS = 3  # the most of a request
 KEYS, GROUP, KEY_SIZE, VALUE_SIZE = 2, 3, 6, 5
 HEADS = KEYS * GROUP
 
@@ -76,13 +77,16 @@ def ran(
     x: Any, state: jax.Array, rows: Any, *, delta: bool, one_each: bool = False, form: str = ""
 ) -> tuple[jax.Array, jax.Array]:
     """The engine's results and states; `form` names one of the functions between which platforms choose."""
-    rows = Rows(*rows)._replace(one_each=one_each)
+    kept = Kept(rows[4][0], rows[4][1], N_DRAFTS) if len(rows) > 4 else None
+    rows = Rows(*rows[:4], one_each=one_each, kept=kept)
     beta = x.beta if delta else None
     if form:
         inputs = linear_attention._inputs(x.q, x.k, x.v, x.decay, beta)
         by_group = state.reshape(N_STATES, KEYS, GROUP, KEY_SIZE, VALUE_SIZE)
-        table = linear_attention._Table(rows.row_start, rows.state_of_row, rows.starts)
-        out, by_group = getattr(linear_attention, form)(inputs, by_group, table)
+        kept = None if rows.kept is None else rows.kept.by_token(len(x.q), N_STATES)
+        table = linear_attention._Table(rows.row_start, rows.state_of_row, rows.starts, kept)
+        options = {"most": N_DRAFTS} if form == "_drafts_at_once" else {}
+        out, by_group = getattr(linear_attention, form)(inputs, by_group, table, **options)
         return out.reshape(x.v.shape), by_group.reshape(state.shape)
     if delta:
         return gated_delta_rule(x.q, x.k, x.v, x.decay, x.beta, state, rows)
@@ -119,6 +123,50 @@ def test_rows_of_any_lengths_are_each_what_they_are_alone(
         begin += length
     np.testing.assert_allclose(after, expected, atol=3e-5, rtol=1e-4)
     untouched = [at for at in range(N_STATES) if at not in states]
+    assert np.array_equal(np.asarray(after)[untouched], before[untouched])
+
+
+@pytest.mark.parametrize("form", ["", "_drafts_at_once"])
+@pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "state space"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_the_state_after_each_token_of_a_drafted_row_is_kept(
+    delta: bool, form: str, data: st.DataObject
+) -> None:
+    """Beside prompts and decodes. A drafted row of n tokens takes n places of the N_ROWS."""
+    lengths, drafted, n_left = list[int](), list[bool](), N_ROWS
+    while n_left and len(lengths) < 3:
+        is_drafted = n_left > 1 and data.draw(st.booleans())
+        most = min(n_left, 1 + N_DRAFTS)
+        length = data.draw(st.integers(2, most) if is_drafted else st.sampled_from([1, 2, 16, 17, 65]))
+        lengths.append(length)
+        drafted.append(is_drafted)
+        n_left -= length if is_drafted else 1
+    order = data.draw(st.permutations(range(N_STATES)))
+    states, places = order[: len(lengths)], iter(order[len(lengths) :])
+    starts = [not is_drafted and data.draw(st.booleans()) for is_drafted in drafted]
+    x, rng = drawn(BUCKET, seed=data.draw(st.integers(0, 99))), np.random.default_rng(1)
+    x.q[sum(lengths) :] = np.nan
+    x.v[sum(lengths) :] = np.nan
+    before = rng.standard_normal((N_STATES, HEADS, KEY_SIZE, VALUE_SIZE)).astype(np.float32)
+    expected, begin, outs, kept = before.copy(), 0, list[np.ndarray](), list[tuple[int, int]]()
+    for length, at, fresh, is_drafted in zip(lengths, states, starts, drafted, strict=True):
+        own = Drawn(*(each[begin : begin + length] for each in x))
+        start = np.zeros_like(before[at]) if fresh else before[at]
+        results, expected[at] = token_by_token(own, start, delta=delta)
+        outs.append(results)
+        for n in range(1, length * is_drafted):
+            place = next(places)
+            _, expected[place] = token_by_token(Drawn(*(each[:n] for each in own)), start, delta=delta)
+            kept.append((begin + n - 1, place))
+        begin += length
+    kept += [(begin - 1, N_STATES)] * (N_ROWS - len(kept))
+    token, at_place = (jnp.array(each, jnp.int32) for each in zip(*kept, strict=True))
+    rows = (*tuple(rows_of(lengths, states, starts, N_ROWS, BUCKET))[:4], (token, at_place))
+    out, after = ran(x, jnp.array(before), rows, delta=delta, form=form)
+    np.testing.assert_allclose(out[:begin], np.concatenate(outs), atol=3e-5, rtol=1e-4)
+    np.testing.assert_allclose(after, expected, atol=3e-5, rtol=1e-4)
+    untouched = [at for at in range(N_STATES) if at not in states and at not in at_place]
     assert np.array_equal(np.asarray(after)[untouched], before[untouched])
 
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.model.context import Rows
+from orca_jax.model.context import Kept, Rows
 from orca_jax.model.recurrence import causal_convolution
 
 N_STATES = 7
@@ -65,3 +66,23 @@ def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
         wanted_state[place] = before
     np.testing.assert_allclose(y[: sum(lengths)], wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(new, wanted_state)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int) -> None:
+    """The second row is drafted, of four tokens; the first is a prompt's chunk."""
+    rng = np.random.default_rng(width)
+    x = rng.normal(size=(N_TOKENS, CHANNELS)).astype(np.float32)
+    weight = rng.normal(size=(CHANNELS, width)).astype(np.float32)
+    state = rng.normal(size=(N_STATES, width - 1, CHANNELS)).astype(np.float32)
+    places = [place for place in range(N_STATES) if place not in (1, 3)][:3]
+    token = jnp.array([5, 6, 7, 8, 8, 8])
+    at = jnp.array([*places, *[N_STATES] * 3])
+    rows = rows_of([5, 4], [1, 3], [True, False])
+    arrays = jnp.array(x), jnp.array(weight), None, jnp.array(state)
+    _, new = causal_convolution(*arrays, rows._replace(kept=Kept(token, at, 3)))
+    _, without = convolution(*arrays, rows)
+    expected = np.array(without)
+    for n, place in enumerate(places, 1):
+        expected[place] = np.concatenate([state[3], x[5 : 5 + n]])[n:]
+    np.testing.assert_array_equal(new, expected)

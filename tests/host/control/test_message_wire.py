@@ -468,16 +468,18 @@ def test_copies_of_states_go_over_the_wire() -> None:
     decoded = decode_message(encode_message(message, HYBRID), HYBRID)
     np.testing.assert_array_equal(decoded.states_before, before)
     np.testing.assert_array_equal(decoded.states_after, after)
-    with pytest.raises(BadFrame, match="a snapshot 12; it must be 12 to 11"):
+    with pytest.raises(BadFrame, match="a copied state 12; it must be 12 to 11"):
         decode_message(encode_message(message, SHAPE), SHAPE)
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        ([[15, 1]], [], "a snapshot 15; it must be 12 to 14"),
+        ([[15, 1]], [], "a copied state 15; it must be 12 to 14"),
         ([[12, 3]], [], "each must be between a row of the iteration and a snapshot"),
         ([[12, 1], [13, 1]], [], "2 copies of states came; .* to a state of its own"),
+        ([[12, 12]], [], "a row's state 12; it must be 0 to 11"),
+        ([], [[3, 13]], "each must be between a row of the iteration and a snapshot"),
         ([], [[1, 2]], "a snapshot 2; it must be 12 to 14"),
         ([], [[1, 13], [2, 13]], "2 copies of states came; .* to a state of its own"),
     ],
@@ -493,3 +495,51 @@ def test_copies_of_states_that_no_engine_master_sends_are_refused(
     sent = replace(message_of(rows), **pairs)
     with pytest.raises(BadFrame, match=message):
         decode_message(encode_message(sent, HYBRID), HYBRID)
+
+
+# States 15 to 18 are for drafts.
+WITH_DRAFTS = replace(HYBRID, drafts=True, n_draft_states=4, max_drafts=2)
+
+
+def drafted(kept: list[list[int]], before: list[list[int]], after: list[list[int]]) -> ControlMessage:
+    """A message of a row for request 1, three for request 2, and one for request 3."""
+    rows = [ONE | {"row": row} for row in (1, 2, 2, 2, 3)]
+    pairs = {"states_kept": kept, "states_before": before, "states_after": after}
+    arrays = {name: np.array(each, np.int32).reshape(-1, 2) for name, each in pairs.items()}
+    return replace(message_of(rows), **arrays)
+
+
+def test_states_after_drafts_go_over_the_wire() -> None:
+    """One is undone at a row that is not in the iteration, and one becomes a snapshot."""
+    message = drafted([[1, 18], [2, 15]], [[16, 7], [12, 1]], [[15, 13], [2, 14]])
+    decoded = decode_message(encode_message(message, WITH_DRAFTS), WITH_DRAFTS)
+    for name in ("states_kept", "states_before", "states_after"):
+        np.testing.assert_array_equal(getattr(decoded, name), getattr(message, name))
+
+
+@pytest.mark.parametrize(
+    ("kept", "before", "after", "message"),
+    [
+        ([[5, 15]], [], [], "a drafted row 5; it must be 0 to 4"),
+        ([[1, 14]], [], [], "a state after a draft 14; it must be 15 to 18"),
+        ([[1, 19]], [], [], "a state after a draft 19; it must be 15 to 18"),
+        ([[1, 15], [2, 15]], [], [], "a row that another one of its request follows, and have a place"),
+        ([[1, 15], [1, 16]], [], [], "a row that another one of its request follows, and have a place"),
+        ([[3, 15]], [], [], "a row that another one of its request follows, and have a place"),
+        ([[4, 15]], [], [], "a row that another one of its request follows, and have a place"),
+        ([], [[15, 12]], [], "a row's state 12; it must be 0 to 11"),
+        ([[1, 15]], [], [[16, 13]], "each must be between a row of the iteration and a snapshot"),
+    ],
+)
+def test_states_after_drafts_that_no_engine_master_sends_are_refused(
+    kept: list[list[int]], before: list[list[int]], after: list[list[int]], message: str
+) -> None:
+    sent = drafted(kept, before, after)
+    with pytest.raises(BadFrame, match=message):
+        decode_message(encode_message(sent, WITH_DRAFTS), WITH_DRAFTS)
+
+
+def test_a_request_has_no_more_drafts_than_its_engine_allows() -> None:
+    one = replace(WITH_DRAFTS, max_drafts=1)
+    with pytest.raises(BadFrame, match="a request has 2 drafts; at most 1 are allowed"):
+        decode_message(encode_message(drafted([[1, 18], [2, 15]], [], []), one), one)

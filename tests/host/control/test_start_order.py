@@ -145,6 +145,8 @@ def test_the_order_has_every_size_of_an_engine():
         "embedding_size",
         "states",
         "n_snapshots",
+        "n_draft_states",
+        "max_drafts",
         "n_host_blocks",
         "n_host_states",
         "drafts",

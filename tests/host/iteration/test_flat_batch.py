@@ -176,17 +176,21 @@ class OnlySlicesAndReshape:
     encoder=st.integers(0, 3),
     states=st.booleans(),
     adapters=st.booleans(),
+    max_drafts=st.sampled_from([0, 4]),
 )
 def test_split_goes_through_the_buffer_in_order_from_one_multiple_of_256_bytes_to_the_next(
-    t, max_bs, max_blocks, encoder, states, adapters
+    t, max_bs, max_blocks, encoder, states, adapters, max_drafts
 ):
-    layout = FlatLayout(t, min(t, max_bs), max_blocks, encoder, states=states, adapters=adapters)
+    layout = FlatLayout(
+        *(t, min(t, max_bs), max_blocks, encoder), states=states, adapters=adapters, max_drafts=max_drafts
+    )
     buffer = np.arange(layout.size, dtype=np.int32)
     views = layout.split(buffer)
     expected = 0
     n = layout.n_rows
     of_encoder = [n * (encoder > 0), n * encoder]
-    assert [view.size for view in views[-5:]] == [*of_encoder, (n + 1) * states, n * states, t * adapters]
+    of_states = [(n + 1) * states, n * states, n * (max_drafts > 0)]
+    assert [view.size for view in views[-6:]] == [*of_encoder, *of_states, t * adapters]
     for view in filter(np.size, views):
         first = int(view.ravel()[0])
         assert first == expected and first * 4 % 256 == 0
@@ -255,12 +259,12 @@ def batches(draw):
     adapters = message.adapter is not None or draw(st.booleans())
     return message, sizes | {
         "n_slots": n_blocks * block_size,
-        "states": draw(st.booleans()),
+        "n_states": draw(st.sampled_from([0, n_rows + 3])),
         "adapters": adapters,
     }
 
 
-def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, states, adapters):
+def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, n_states, adapters):
     """The same batch, built one token and one row at a time."""
     tokens, rows, row_start = [], [], [0]
     token_ids = iter(message.token_ids.tolist())
@@ -317,8 +321,9 @@ def slow_flat_batch(message, *, bucket, max_bs, block_size, n_slots, n_rows, sta
     without_encoder = {"encoder_length": [], "encoder_table": [[]] * len(rows)}
     n_padding = len(rows) - len(message.row)
     of_states = {
-        "state_start": row_start if states else [],
-        "state_of_row": [*message.row.tolist(), *[n_rows] * n_padding] if states else [],
+        "state_start": row_start if n_states else [],
+        "state_of_row": [*message.row.tolist(), *[n_states] * n_padding] if n_states else [],
+        "kept_at": [],
     }
     return columns | {"row_start": row_start} | without_encoder | of_states
 
@@ -353,10 +358,15 @@ def test_neighbouring_rows_of_one_request_are_one_row_to_its_state() -> None:
     """A scored output has a row for each token; the state takes them one after the other."""
     two = replace(FIGURE_4, row=FIGURE_4.row[[0, 0, *range(2, len(FIGURE_4.row))]])
     sizes: dict[str, Any] = {"bucket": 8, "max_bs": 5, "block_size": 2, "n_slots": 16, "n_rows": 10}
-    arrays = flat_batch(two, **sizes, states=True).arrays
+    arrays = flat_batch(two, **sizes, n_states=14).arrays
     start = flat_batch(FIGURE_4, **sizes).arrays.row_start.tolist()
     assert arrays.state_start.tolist() == [0, *start[2:], start[-1]]
-    assert arrays.state_of_row.tolist() == [*two.row[1:].tolist(), 10, 10]
+    assert arrays.state_of_row.tolist() == [*two.row[1:].tolist(), 14, 14]
+    kept = replace(two, states_kept=np.array([[0, 12]], np.int32))
+    arrays = flat_batch(kept, **sizes, n_states=14, max_drafts=2).arrays
+    assert arrays.kept_at.tolist() == [12, 14, 14, 14, 14]
+    with pytest.raises(AssertionError, match="no place for states of drafts"):
+        flat_batch(kept, **sizes, n_states=14)
 
 
 def test_a_row_of_the_layout_may_have_more_blocks_than_the_message():

@@ -22,7 +22,7 @@ SIZES.remove(WITHOUT_ENCODER)
 SIZES.remove(WITHOUT_EMBEDDINGS)
 EXPERTS = ("sparse_layers", "top_k", "n_experts")  # may be 0 too
 ADAPTERS = ("max_adapters", "adapter_rank")  # may be 0 too
-STATES = ("n_snapshots", "n_host_states")  # may be 0 too
+STATES = ("n_snapshots", "n_draft_states", "max_drafts", "n_host_states")  # may be 0 too
 SIZES = [name for name in SIZES if name not in (*EXPERTS, *ADAPTERS, *STATES, "n_host_blocks")]
 
 
@@ -67,6 +67,16 @@ def test_the_host_s_states_are_of_snapshots(n_snapshots: int) -> None:
     for value in (-1, most + 1, True):
         with pytest.raises(ConfigError, match=f"^n_host_states is {value}; it must be .* from 0 to {most}$"):
             replace(shape, n_host_states=value)
+
+
+@pytest.mark.parametrize(("states", "drafts"), [(False, True), (True, False), (True, True)])
+def test_states_after_drafts_are_of_states_and_drafts(states: bool, drafts: bool) -> None:
+    most = (1 << 22) * (states and drafts)
+    shape = replace(SHAPE, states=states, drafts=drafts, n_snapshots=3 * states)
+    assert replace(shape, n_draft_states=most).n_states == SHAPE.n_rows + 3 * states + most
+    for name, value in (("n_draft_states", most + 1), ("max_drafts", most + 1), ("max_drafts", -1)):
+        with pytest.raises(ConfigError, match=f"^{name} is {value}; it must be .* from 0 to {most}$"):
+            replace(shape, **{name: value})
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, (1 << 16) + 1])

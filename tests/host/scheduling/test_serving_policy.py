@@ -346,7 +346,7 @@ class CheckedEngine:
     def run_states(self, rows: Sequence[Row], kv: KVManager) -> None:
         """Copy states, let each row take its tokens, and copy states again."""
         assert kv.snapshots is not None
-        before, after = kv.state_copies
+        before, after, _ = kv.state_copies
         in_rows, snapshots = {req.row for req, _ in rows}, range(kv.n_rows, kv.n_rows + kv.snapshots.n)
         assert all(source in snapshots and into in in_rows for source, into in before)
         assert all(source in in_rows and into in snapshots for source, into in after)

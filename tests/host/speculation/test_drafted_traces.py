@@ -21,11 +21,13 @@ from orca_jax.planning.sizes import engine_shape, kv_manager
 from orca_jax.request.request import PLAIN, FinishReason, Request, Row, RowAnswer
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import scheduler
+from orca_jax.scheduling.draft_states import DraftStates
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_cache import chain_hashes, root_hash
 from orca_jax.scheduling.prefix_lookup import publish_full_blocks
 from orca_jax.scheduling.restart import run_again
+from orca_jax.scheduling.snapshots import Snapshots
 from orca_jax.simulation.simulation import Simulation
 from orca_jax.speculation.drafter import Speculation
 from tests.gpt_config import changed_config
@@ -76,9 +78,23 @@ class CheckedEngine:
         self.keeps_tokens = True
         self.n_ahead = 0  # rows issued before the token before them was known
         self.content: dict[int, tuple[int, ...]] = {}
+        self.states: dict[int, tuple[int, ...]] = {}  # recurrent layers' states: the tokens in them
+        self.n_undone = 0
+        self.in_flight: set[int] = set()  # places of states after drafts whose answers are awaited
+        self.kept_by: dict[int, set[int]] = {}  # the same by iteration
 
     def issue(self, rows: Sequence[Row]) -> Iteration:
         iteration = self.engine.issue(rows)  # the rows note their drafts
+        before, after, kept = self.kv.state_copies
+        for place, row in before:
+            self.states[row] = self.states[place]
+        first = self.kv.n_rows + (0 if self.kv.snapshots is None else self.kv.snapshots.n)
+        self.n_undone += sum(place >= first for place, _ in before)
+        written = [place for _, place in kept] + [place for _, place in after]
+        assert len(written) == len(set(written)), "two states at one place"
+        assert not self.in_flight & set(written), "a state whose answer is in flight is overwritten"
+        self.in_flight |= {place for _, place in kept}
+        self.kept_by[id(iteration)] = {place for _, place in kept}
         for req, n in rows:
             n_output, n_coming = len(req.output_ids), req.n_in_flight - req.n_partial
             assert not (req.kind.sent and n_coming), "drafts before the newest token is known"
@@ -93,10 +109,24 @@ class CheckedEngine:
                 assert self.content[slots[position]] == tokens[: position + 1]
             for position in range(req.n_computed, req.n_computed + n):
                 self.content[slots[position]] = tokens[: position + 1]
+            if self.kv.draft_states is None:
+                continue
+            assert not req.n_computed or self.states[req.row] == tokens[: req.n_computed], "not its state"
+            ends = range(req.n_computed + 1, req.n_computed + n)
+            places = [place for row, place in kept if row == req.row]
+            assert len(places) == (len(ends) if req.kind.sent else 0)
+            for end, place in zip(ends, places, strict=False):
+                self.states[place] = tokens[:end]
+            self.states[req.row] = tokens[: req.n_computed + n]
+        for state, snapshot in after:
+            self.states[snapshot] = self.states[state]
         return iteration
 
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        return self.engine.wait(iteration, interrupted)
+        returned = self.engine.wait(iteration, interrupted)
+        if returned is not None:
+            self.in_flight -= self.kept_by.pop(id(iteration))
+        return returned
 
     def slots(self, row: int) -> list[int]:
         size = self.kv.block_size
@@ -106,11 +136,16 @@ class CheckedEngine:
         """Every block that can be found has the tokens that its hash says, and each full one can be found."""
         if self.kv.prefixes is None:
             return
+        size, root = self.kv.block_size, root_hash(self.kv.hash_seed, self.kv.namespace)
+        if self.kv.snapshots is not None:
+            for block_hash, place in self.kv.snapshots._named.items():  # pyright: ignore[reportPrivateUsage]
+                tokens = self.states[place]
+                assert len(tokens) % size == 0, "a state between two borders"
+                assert chain_hashes(root, tokens, size)[-1] == block_hash, "a state with a rejected draft"
         for req in self.pool.admitted():
             if not (req.in_initiation or req.n_in_flight):
                 n_full = min(req.n_computed, req.n_tokens) // self.kv.block_size
                 assert req.n_found == n_full, "a full block that nobody can find"
-        size, root = self.kv.block_size, root_hash(self.kv.hash_seed, self.kv.namespace)
         for block_hash, block in self.kv.prefixes._block_of.items():  # pyright: ignore[reportPrivateUsage]
             tokens = self.content[block * size + size - 1]
             assert chain_hashes(root, tokens, size)[-1] == block_hash, "a block with a rejected draft"
@@ -209,6 +244,20 @@ def play(seed: int) -> Counter[str]:
             max_batch_tokens=longest + max_bs,
             scheduling=replace(plain, speculative="ngram"),
         )
+    states = random.Random(f"states {seed}")
+    is_hybrid = states.random() < 0.6
+    if is_hybrid:
+        n_snapshots = states.choice((0, 1, 3, 20)) if config.scheduling.prefix_caching else 0
+        scheduling = replace(
+            config.scheduling,
+            prefix_caching=n_snapshots > 0,
+            snapshot_blocks=states.choice((1, 1, 2)),
+            scheduling_policy=config.scheduling.scheduling_policy if n_snapshots else "fcfs",
+        )
+        n_draft_states = states.choice((1, 4, 4 * max_bs))
+        config = replace(
+            config, n_snapshots=n_snapshots, n_draft_states=n_draft_states, scheduling=scheduling
+        )
     shared_rng = random.Random(-seed)
     shared = draft_model(shared_rng, config, longest) if shared_rng.random() < 0.4 else None
     simulation = Simulation(config, n_workers=rng.choice((1, 1, 2, 3)), token=token_of)
@@ -243,6 +292,9 @@ def play(seed: int) -> Counter[str]:
         except EngineError:
             run_again(simulation.scheduler)
             engine.content.clear()
+            engine.states.clear()
+            engine.in_flight.clear()
+            engine.kept_by.clear()
             turns = simulation.steps()
         engine.check_cache()
         n_turns += 1
@@ -250,6 +302,10 @@ def play(seed: int) -> Counter[str]:
     kv = simulation.kv
     assert (len(simulation.pool), simulation.scheduler.n_rsrv, simulation.scheduler.n_scheduled) == (0, 0, 0)
     assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
+    if kv.draft_states is not None:
+        assert kv.draft_states.n_free == kv.draft_states.n, "a state that nobody gives back"
+    if kv.snapshots is not None:
+        assert len(kv.snapshots) == len(kv.snapshots._named), "a snapshot that nobody can find"  # pyright: ignore[reportPrivateUsage]
     for req in requests:
         whole = whole_output(req)
         own = [token for one, token, _ in simulation.deliveries if one is req and token is not None]
@@ -279,6 +335,8 @@ def play(seed: int) -> Counter[str]:
             "ahead": engine.n_ahead,
             "cached": sum(req.n_cached for req in requests),
             "by a draft model": sum(one.n_accepted for one in speculations if one.shared is not None),
+            "states undone": engine.n_undone,
+            "snapshots used": 0 if kv.snapshots is None else kv.snapshots.n_used,
         }
     )  # fmt: skip
 
@@ -294,10 +352,10 @@ def test_outputs_are_those_without_drafts_and_nothing_is_lost(n_traces: int) -> 
         except BaseException as error:
             error.add_note(f"play({seed})")
             raise
-    assert len(seen) == 9 and min(seen.values()) >= 10, seen
+    assert len(seen) == 11 and min(seen.values()) >= 10, seen
 
 
-# Faults in the verification of drafts, each of which some trace must show.
+# Faults in the verification of drafts and in what undoes wrong ones, each of which some trace must show.
 
 
 def keep_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +395,62 @@ def publish_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "publish_full_blocks", mutant)
 
 
+def undo_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = DraftStates.settle
+    monkeypatch.setattr(DraftStates, "settle", lambda self, row, n_computed: settle(self, row, 1 << 30))
+
+
+def undo_one_token_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    settle = DraftStates.settle
+
+    def mutant(self: DraftStates, row: int, n_computed: int) -> bool:
+        is_first = row in self._held and n_computed - 1 == self._held[row][0]
+        return settle(self, row, n_computed - (not is_first))
+
+    monkeypatch.setattr(DraftStates, "settle", mutant)
+
+
+def give_states_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = DraftStates.keep
+
+    def mutant(self: DraftStates, row: int, n_computed: int, n_tokens: int) -> list[int]:
+        places = keep(self, row, n_computed, n_tokens)
+        self._free += places
+        self._held[row] = n_computed, []
+        return places
+
+    monkeypatch.setattr(DraftStates, "keep", mutant)
+
+
+def leave_states_of_ended_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftStates, "release", lambda self, row: None)
+
+
+def keep_snapshots_of_rejected_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshots, "unmake", lambda self, row, n_computed: None)
+
+
+def snapshots_of_whole_drafted_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = Snapshots.make
+    monkeypatch.setattr(
+        Snapshots, "make", lambda self, *args, **kwargs: make(self, *args, **{**kwargs, "state": None})
+    )
+
+
 @pytest.mark.parametrize(
-    "fault", [keep_one_more, overwrite_one_less, publish_no_kept_drafts, publish_all_drafts]
+    "fault",
+    [
+        keep_one_more,
+        overwrite_one_less,
+        publish_no_kept_drafts,
+        publish_all_drafts,
+        undo_nothing,
+        undo_one_token_more,
+        give_states_back_at_once,
+        leave_states_of_ended_rows,
+        keep_snapshots_of_rejected_drafts,
+        snapshots_of_whole_drafted_rows,
+    ],
 )
 def test_a_fault_is_seen(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

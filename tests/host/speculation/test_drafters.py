@@ -14,7 +14,8 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.families.recurrence_config import ShortConvolution
 from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder
-from orca_jax.planning.sizes import serving_config
+from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
+from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.request.request import PLAIN, Request, RequestState, RowAnswer
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
@@ -237,13 +238,34 @@ class Wants(Repeat):
 def test_what_does_not_work_with_drafts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"policy 'orca' .* excludes speculative 'ngram'"):
         Sizes(policy="orca", speculative="ngram")
-    convolution = ShortConvolution(channels=MODEL.hidden_size, width=3, bias=False)
-    hybrid = replace(
-        MODEL, layers=(replace(MODEL.layers[0], attention=None, recurrence=convolution), *MODEL.layers)
-    )
-    for part, model in {"recurrent layers": hybrid, "an encoder": PRESETS["t5-small"]}.items():
-        with pytest.raises(ConfigError, match=f"does not work yet with a model with {part}"):
-            serving_config(model, Sizes(speculative="ngram"), [])
+    with pytest.raises(ConfigError, match="does not work yet with a model with an encoder"):
+        serving_config(PRESETS["t5-small"], Sizes(speculative="ngram"), [])
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "n_drafts", "expected"), [(8, 4, 4), (32, 4, 16), (3, 4, 2), (1, 4, 0), (12, 64, 11)]
+)
+def test_a_hybrid_s_engine_has_states_for_drafts(max_batch_size: int, n_drafts: int, expected: int) -> None:
+    """On each of two stages as many as both of their batches may need; a state takes 2 x 16 numbers."""
+    convolution = ShortConvolution(channels=16, width=3, bias=False)
+    recurrent = replace(MODEL.layers[0], attention=None, recurrence=convolution)
+    hybrid = replace(MODEL, layers=(recurrent, *MODEL.layers))
+    rooms = [
+        StageRoom(layers=layers, n_devices=1, itemsize=4, attention="native", free=1 << 30)
+        for layers in (range(1), range(1, len(hybrid.layers)))
+    ]
+    asked = Sizes(speculative="ngram", speculative_tokens=n_drafts, max_batch_size=max_batch_size)
+    serving = serving_config(hybrid, asked, rooms)
+    shape = engine_shape(hybrid, serving, n_workers=2)
+    assert serving.n_draft_states == shape.n_draft_states == 2 * expected
+    assert shape.n_states == shape.n_rows + shape.n_snapshots + 2 * expected
+    memory = rooms[0].memory(hybrid, shape)
+    assert memory.draft_states == 2 * expected * 2 * 16 * 4
+    assert memory.fixed - replace(memory, draft_states=0).fixed == memory.draft_states
+    without = serving_config(hybrid, replace(asked, speculative="off"), rooms)
+    assert engine_shape(hybrid, without, n_workers=2).n_draft_states == 0
+    kv = kv_manager(shape, serving.scheduling)
+    assert (0 if kv.draft_states is None else kv.draft_states.n_free) == 2 * expected
 
 
 def requests_and_their_batches(drafted: bool) -> list[tuple[float, float, int]]:
