@@ -50,7 +50,7 @@ def leased(source: memoryview, into: memoryview, size: int) -> float:
     leases = Leases(
         kv,
         _FACTS,
-        lambda _: Blocks(source, size),
+        lambda _blocks, _state: Blocks(source, size),
         block_bytes=size,
         most_bytes=len(source),
         seconds=_SECONDS,

@@ -365,7 +365,7 @@ RankerKind = Literal["pooler", "linear", "tokens"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankerHead:
-    """How a ranker computes the relevance of two texts from a pooled state.
+    """The head with which a ranker computes the relevance of two texts from a pooled state.
 
     pooler: a linear layer of the tanh of a linear layer, one result (BERT). linear: one linear layer without
     a bias, of `n_results` (Qwen3ForSequenceClassification). tokens: the logits of `token_ids`, "no" and "yes"

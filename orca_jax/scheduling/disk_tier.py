@@ -74,7 +74,7 @@ class HostMemory(Protocol):
 
 
 class _Kept(NamedTuple):
-    """What one tier keeps in the host's memory: blocks, or with `snapshots` states."""
+    """One tier in the host's memory: of blocks, or with `snapshots` of states."""
 
     host: HostTier
     memory: HostMemory
@@ -166,7 +166,7 @@ class DiskTier:
     def _wanted(
         self, hashes: Sequence[bytes], first: int, limit: int, n_here: int
     ) -> list[tuple[_Kept, bytes]]:
-        """What to read so that a request begins with more than the `first` blocks."""
+        """List what to read so that a request begins with more than the `first` blocks."""
         if self.stopped:
             return []
         end, host = n_here, self.host

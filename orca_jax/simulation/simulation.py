@@ -70,7 +70,7 @@ Shown = tuple[Request, int | None, FinishReason | None]
 
 
 def shown(deliveries: Sequence[Delivery]) -> Iterator[Shown]:
-    """What users see of deliveries that have just come, token by token."""
+    """Yield deliveries that have just come token by token, as users see them."""
     for request, n_new, reason in deliveries:
         token_ids = request.output_ids[-n_new:] if n_new else []
         for token_id in token_ids[:-1]:

@@ -312,7 +312,7 @@ def _of_increments(
 
 
 def _kept(places: _Pairs, row: npt.NDArray[np.intp]) -> npt.NDArray[np.int32]:
-    """These places with the indices of the rows whose states they keep, of a message with rows `row` [R]."""
+    """Pair each place with the index of the row in `row` [R] whose state it keeps."""
     kept = list[tuple[int, int]]()
     first, n_before = -1, 0
     for i, (own, place) in enumerate(places):
