@@ -17,14 +17,15 @@ CONFIG = {
     "n_head": 8,
     "n_positions": 128,
 }
-PROGRAM = """
+PROGRAM = '''
 import sys
 import numpy as np
 from orca_jax import LLM, SamplingParams
 
 def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    """Without pages of files, such as libraries: the system takes and gives those as it likes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
 
 with LLM(sys.argv[1], load_format="dummy", dtype="float32", max_batch_size=2, n_slots=256) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
@@ -39,7 +40,7 @@ with LLM(sys.argv[1], load_format="dummy", dtype="float32", max_batch_size=2, n_
         llm.wake_up()
         sizes.append(resident())
     print(*sizes, sum(array.nbytes for array in weights.values()))
-"""
+'''
 
 
 def test_updates_and_sleeps_do_not_grow_the_process(tmp_path: Path) -> None:
@@ -54,4 +55,5 @@ def test_updates_and_sleeps_do_not_grow_the_process(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     *sizes, n_bytes = map(int, done.stdout.split())
-    assert max(sizes[1:]) < sizes[0] + n_bytes, [size - sizes[0] for size in sizes]
+    # Three copies or more, if each update or each sleep kept one; what the allocator keeps is about one.
+    assert max(sizes[1:]) < sizes[0] + 2 * n_bytes, [size - sizes[0] for size in sizes]
