@@ -75,14 +75,15 @@ def watched(
             options=options,
             keys=ApiKeys([WATCHER, FUZZER]),
         ) as server,
-        ExitStack() as stack,
     ):
         watchers = [Watcher(server, key, IDS[key]) for key in watching]
-        for watcher in watchers:
-            stack.enter_context(watcher)
-        yield server, watchers
-        for watcher in watchers:
-            watcher.finish()
+        with ExitStack() as stack:
+            for watcher in watchers:
+                stack.enter_context(watcher)
+            yield server, watchers
+            for watcher in watchers:
+                watcher.finish()
+        # The watchers have ended: while they watch, rest is only between their rounds.
         assert [watcher.wrong for watcher in watchers] == [[] for _ in watchers]
         until(server.at_rest, "rest")
         assert llm.service.failure is None and llm.service.recovery.losses == 0
