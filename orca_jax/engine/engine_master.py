@@ -27,6 +27,7 @@ from orca_jax.scheduling.adapter_slots import AdapterStore
 from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 
+# Interval of checks for an interruption while waiting for tokens, whose arrival ends the wait at once.
 LOOK_SECONDS = 1e-3
 
 _FINISHED = RequestState.FINISHED

@@ -52,7 +52,6 @@ from orca_jax.scheduling.kv_manager import KVManager
 # A stage that notices a neighbour's death reports trouble within 40 ms, perhaps before the neighbour's line
 # is seen to break.
 _NEIGHBOUR_SECONDS = 0.25
-# Interval of checks for an interruption while waiting for tokens; an arrival ends the wait at once.
 
 
 class Arrival(NamedTuple):

@@ -54,13 +54,7 @@ class HostBlocks:
     write.
     """
 
-    def __init__(
-        self,
-        n_places: int,
-        n_blocks: int,
-        caches: Sequence[_Memory],
-        group: DeviceGroup,
-    ) -> None:
+    def __init__(self, n_places: int, n_blocks: int, caches: Sequence[_Memory], group: DeviceGroup) -> None:
         self._n_places, self._n_blocks = n_places, n_blocks
         self._kinds = _by_kind(caches)
         self._place, self._packed_place = group.place(), group.place(_PACKED_SPEC)

@@ -109,7 +109,7 @@ class Worker:
         cache_place = group.place(CACHE_SPEC)
         self.stored = self.attention.stored(group.devices[0], self._dtype)
         self._cache_place = cache_place
-        self._empty, self._empty_state = _zeros(cache_place), _zeros(cache_place)
+        self._empty = _zeros(cache_place)
         copy = jax.jit(copy_blocks, donate_argnums=0, out_shardings=cache_place)
         self._copy = Program(copy, key=lambda *_: ())
         self._recurrent = [
@@ -196,7 +196,7 @@ class Worker:
         self._caches = []
         self._caches = self._memory(
             lambda shape, dtype: self._empty(shape=shape, dtype=dtype),
-            lambda shape, dtype: self._empty_state(shape=shape, dtype=np.dtype(dtype)),
+            lambda shape, dtype: self._empty(shape=shape, dtype=np.dtype(dtype)),
         )
         for host in self._hosts:
             host.renew()
@@ -409,8 +409,7 @@ class Worker:
             return paged_arrays.setdefault((shape, dtype), self._paged_like(shape, dtype))
 
         def state_like(shape: tuple[int, ...], dtype: Any) -> Any:
-            one = jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_place)
-            return states.setdefault((shape, dtype), one)
+            return states.setdefault((shape, dtype), self._paged_like(shape, dtype))
 
         caches = self._memory(paged_like, state_like)
         layouts = sorted(sizes.layouts, key=lambda layout: -layout.n_tokens)
@@ -448,19 +447,16 @@ class Worker:
         yield ToCompile("copies of blocks", partial(self._copy.compile, paged, copies))
         if self.host is not None:
             yield from self.host.programs(paged, "blocks")
+        of_states = [state_in(caches[i]) or {} for i in self._recurrent]
         if self.host_states is not None:
-            of_states = [state_in(caches[i]) or {} for i in self._recurrent]
             yield from self.host_states.programs(of_states, "states")
         if self._recurrent and (self._shape.n_snapshots or self._shape.n_draft_states):
             pair = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
-            of_states = [state_in(caches[i]) for i in self._recurrent]
             yield ToCompile("copies of states", partial(self._copy_state.compile, of_states, pair))
         for shape, dtype in paged_arrays:
             yield ToCompile("empty caches", partial(self._empty.compile, shape=shape, dtype=dtype))
         for shape, dtype in states:
-            yield ToCompile(
-                "empty states", partial(self._empty_state.compile, shape=shape, dtype=np.dtype(dtype))
-            )
+            yield ToCompile("empty states", partial(self._empty.compile, shape=shape, dtype=np.dtype(dtype)))
 
 
 class LocalIteration:

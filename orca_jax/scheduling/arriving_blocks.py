@@ -235,17 +235,10 @@ class ArrivingBlocks:
         del self._fetches[fetch.request]
         ok = ok and not self.stopped and fetch.generation == self._host.generation
         for block_hash, place in zip(fetch.hashes, fetch.places, strict=True):
-            if ok and block_hash not in self._host:
-                self._host.insert(block_hash, place)
-            else:
-                self._host.give_back(place)
+            _arrive(self._host, block_hash, place, ok=ok)
         if fetch.state is not None:
-            states, (block_hash, place) = self._kv.host_states, fetch.state
-            assert states is not None
-            if ok and block_hash not in states:
-                states.insert(block_hash, place)
-            else:
-                states.give_back(place)
+            assert self._kv.host_states is not None
+            _arrive(self._kv.host_states, *fetch.state, ok=ok)
         if not ok:
             self.n_failed += 1
             return
@@ -270,6 +263,14 @@ def _take_places(tier: HostTier, memory: Places, n: int) -> list[int]:
             return []
         places.append(place)
     return places
+
+
+def _arrive(tier: HostTier, block_hash: bytes, place: int, *, ok: bool) -> None:
+    """Let what has come to a place be found, or give the place back."""
+    if ok and block_hash not in tier:
+        tier.insert(block_hash, place)
+    else:
+        tier.give_back(place)
 
 
 def _waits(req: Request) -> bool:

@@ -80,10 +80,8 @@ class KVManager(Blocks):
     @property
     def state_copies(self) -> StateCopies:
         """Recurrent layers' states to copy before and after the next issued iteration."""
-        copies, drafts = (
-            NO_STATE_COPIES if self.snapshots is None else self.snapshots.copies,
-            self.draft_states,
-        )
+        copies = NO_STATE_COPIES if self.snapshots is None else self.snapshots.copies
+        drafts = self.draft_states
         if drafts is None:
             return copies
         return StateCopies([*drafts.undone, *copies.before], copies.after, drafts.kept)

@@ -54,9 +54,8 @@ class Leases:
     """The leases of an engine: at most `most_bytes`, each for `seconds`.
 
     `pack` starts gathering blocks, and the state after them if there is one; the scheduler's thread calls it.
-    A state has `state_bytes`. `address` is where other servers take
-    leases. `n_granted`, `n_taken` and `n_expired` count leases; the last has those that made room for others
-    as well.
+    A state has `state_bytes`. `address` is where other servers take leases. `n_granted`, `n_taken` and
+    `n_expired` count leases; the last has those that made room for others as well.
     """
 
     def __init__(

@@ -557,7 +557,7 @@ class Player:
         assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
         assert not self.simulation.refused
         if kv.snapshots is not None:
-            assert len(kv.snapshots) == len(kv.snapshots._named), "a snapshot that nobody can find"
+            assert len(kv.snapshots) == len(kv.snapshots.all_named()), "a snapshot that nobody can find"
             kv.forget()
             assert sorted(kv.snapshots._free) == list(range(kv.n_rows, kv.n_rows + kv.snapshots.n))
         by_request: dict[str, list[Shown]] = {req.request_id: [] for req in self.requests}

@@ -138,7 +138,7 @@ class CheckedEngine:
             return
         size, root = self.kv.block_size, root_hash(self.kv.hash_seed, self.kv.namespace)
         if self.kv.snapshots is not None:
-            for block_hash, place in self.kv.snapshots._named.items():  # pyright: ignore[reportPrivateUsage]
+            for block_hash, place in self.kv.snapshots.all_named():
                 tokens = self.states[place]
                 assert len(tokens) % size == 0, "a state between two borders"
                 assert chain_hashes(root, tokens, size)[-1] == block_hash, "a state with a rejected draft"
@@ -305,7 +305,7 @@ def play(seed: int) -> Counter[str]:
     if kv.draft_states is not None:
         assert kv.draft_states.n_free == kv.draft_states.n, "a state that nobody gives back"
     if kv.snapshots is not None:
-        assert len(kv.snapshots) == len(kv.snapshots._named), "a snapshot that nobody can find"  # pyright: ignore[reportPrivateUsage]
+        assert len(kv.snapshots) == len(kv.snapshots.all_named()), "a snapshot that nobody can find"
     for req in requests:
         whole = whole_output(req)
         own = [token for one, token, _ in simulation.deliveries if one is req and token is not None]
