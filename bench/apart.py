@@ -1,13 +1,14 @@
 """Prefill and decode apart, beside one engine on the same cores: gaps between tokens, and the first token.
 
-    python -m bench.apart [--model M] [--streams 4] [--prompt 2000] [--prompts 8] [--pause 0.5]
+    python -m bench.apart [--model M] [--streams 4] [--prompt 2000] [--prompts 8] [--pause 0.5] [--alone]
 
 Three server processes: one with both roles on cores 0 and 1, and one of each role, on core 0 and on core 1.
 Only one case has load at a time. In each case some streams decode while long prompts arrive one at a time,
 each `pause` seconds after the last one's answer. Reported are the gaps between tokens of the streams. Then
-prompts of 500 tokens come alone: the time to the first token of both steps, over that of the first server
-alone, and the gap to the second token, which waits for the transfer. The same once more through `orca route`,
-and with log-probabilities, with which the first token waits for the transfer too. The last line is JSON.
+prompts of 500 tokens, and of as many as the long ones, come alone: the time to the first token of both steps,
+over that of the first server alone, and the gap to the second token, which waits for the transfer. The same
+once more through `orca route`, and with log-probabilities, with which the first token waits for the transfer
+too. The last line is JSON. With `--alone` there are no streams.
 """
 
 import argparse
@@ -105,8 +106,8 @@ def route(prefill: str, decode: str) -> Iterator[str]:
         yield url
 
 
-def alone(load: Load, servers: Sequence[str]) -> dict[str, float]:
-    """Medians in ms of prompts of 500 tokens that come alone, each case in turn."""
+def alone(load: Load, servers: Sequence[str], n_tokens: int) -> dict[str, float]:
+    """Medians in ms of prompts of so many tokens that come alone, each case in turn."""
     found: dict[str, list[float]] = {}
 
     def note(case: str, began: float, times: Sequence[float]) -> None:
@@ -125,7 +126,7 @@ def alone(load: Load, servers: Sequence[str]) -> dict[str, float]:
                 ("with_logprobs", servers, {"logprobs": 1}),
             ):
                 began = time.perf_counter()
-                note(case, began, load.complete(urls, load.prompt(_FEW), 2, **more))
+                note(case, began, load.complete(urls, load.prompt(n_tokens), 2, **more))
     return {case: round(1e3 * statistics.median(each), 1) for case, each in found.items()}
 
 
@@ -137,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompts beside the streams")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between two of them")
+    parser.add_argument("--alone", action="store_true", help="only the prompts that come alone")
     args = parser.parse_args(argv)
     load = Load(args)
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
@@ -152,10 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.sched_setaffinity(server.pid, cores)  # before it has other threads
             return server.wait_until_ready(240).url
 
-        together = [start(flags, {0, 1})]
-        separate = [start([*apart, "prefill"], {0}), start([*apart, "decode"], {1})]
         cases: dict[str, dict[str, float]] = {}
-        for name, urls in (("together", together), ("apart", separate)):
+        together = [] if args.alone else [start(flags, {0, 1})]
+        separate = [start([*apart, "prefill"], {0}), start([*apart, "decode"], {1})]
+        for name, urls in () if args.alone else (("together", together), ("apart", separate)):
             load.complete(urls, load.prompt(args.prompt), 2)
             gaps = sorted(1e3 * gap for gap in load.gaps(urls))
             cases[name] = {
@@ -165,17 +167,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "most_ms": round(gaps[-1], 1),
             }
             print(name, cases[name], flush=True)
-        few = alone(load, separate)
-    figures = {
-        "benchmark": "apart",
-        **cases,
-        "p99_ratio": round(cases["apart"]["p99_ms"] / cases["together"]["p99_ms"], 3),
-        "first_token_ms": few,
-        "transfer_adds": {
-            case: round(few[case] / few["one_server"] - 1, 3)
+        times = {n: alone(load, separate, n) for n in (_FEW, args.prompt)}
+    figures: dict[str, Any] = {"benchmark": "apart", **cases}
+    if cases:
+        figures["p99_ratio"] = round(cases["apart"]["p99_ms"] / cases["together"]["p99_ms"], 3)
+    for n, each in times.items():
+        figures[f"{n}_tokens_ms"] = each
+        figures[f"{n}_tokens_transfer_adds"] = {
+            case: round(each[case] / each["one_server"] - 1, 3)
             for case in ("two_servers", "routed", "with_logprobs")
-        },
-    }
+        }
     print(json.dumps(figures))
     return 0
 

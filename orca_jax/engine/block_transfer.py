@@ -5,11 +5,14 @@ an HMAC over the other's fresh number, so that the secret itself never travels:
 
     server: magic, number [32]
     client: a frame of JSON: lease, digest, first, n, number, proof
-    server: a frame of JSON: status, n_bytes, proof
-    server: these bytes: n blocks, one after another, the last of which may be a state of recurrent layers
+    server: a frame of JSON: status, proof
+    server: pieces until all n blocks are sent and the lease is whole, each a frame of JSON: n, n_bytes,
+            whole, first_token, and these bytes: n blocks, one after another, the last of which may be a state
+            of recurrent layers
 
+A piece is sent as soon as its blocks are computed. A whole lease may say the first token of the output.
 Blocks go from the arrays that they were gathered into to the place that they are read from, without a copy
-in this process. Every wait has a deadline.
+in this process. Every wait has a deadline, which each piece renews.
 """
 
 import hmac
@@ -21,17 +24,19 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, cast
 
 from orca_jax.errors import ConfigError
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
-from orca_jax.scheduling.leases import Leases
+from orca_jax.scheduling.arriving_blocks import Receiver
+from orca_jax.scheduling.leases import Lease, Leases
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"orca-kv2"
+_MAGIC = b"orca-kv3"
 _NUMBER = 32  # bytes
 _LENGTH = struct.Struct("<I")
 _MOST_FRAME = 4096
@@ -39,9 +44,9 @@ _OK, _GONE, _REFUSED = "ok", "no such lease", "wrong secret"
 _BUFFERS, _CALL_BYTES = 256, 4 << 20  # the most for one system call
 _LOOK_SECONDS = 0.5
 _BACKLOG = 64
-_MOST_CONNECTIONS = 32
+_MOST_CONNECTIONS = 128
 _SEND_SECONDS = 30.0
-_FETCHES = 4  # at the same time
+_FETCHES = 8  # at the same time, many of which wait for prompts' next chunks
 _MOST_WAITING = 1024  # fetches that wait for a thread
 
 
@@ -146,12 +151,23 @@ class LeaseServer:
         try:
             if first < 0 or n < 0 or first + n > lease.n_parts:
                 raise ValueError(f"{n} blocks from {first} on, of {lease.n_parts}")
-            parts = [part for i in range(first, first + n) for part in lease.blocks.parts(i)]
-            n_bytes = sum(part.nbytes for part in parts)
-            _send_frame(connection, {"status": _OK, "proof": proof, "n_bytes": n_bytes}, ends)
-            _send(connection, parts, ends)
+            _send_frame(connection, {"status": _OK, "proof": proof}, ends)
+            _send_pieces(connection, leases, lease, first, n)
         finally:
             leases.sent(lease)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """A fetch, as `Transport.fetch` describes it. The first blocks come by `ends`."""
+
+    params: KVTransferParams
+    digest: bytes
+    first: int
+    into: Sequence[Sequence[memoryview]]
+    receiver: Receiver
+    seconds_each: float
+    ends: float
 
 
 class SocketTransport:
@@ -171,17 +187,18 @@ class SocketTransport:
         digest: bytes,
         first: int,
         into: Sequence[Sequence[memoryview]],
-        done: Callable[[bool], object],
+        receiver: Receiver,
         seconds: float,
+        seconds_each: float,
     ) -> None:
-        ends = time.monotonic() + seconds
+        fetch = _Fetch(params, digest, first, into, receiver, seconds_each, time.monotonic() + seconds)
         with self._lock:
             may_wait = not self._closing and self._n_waiting < _MOST_WAITING
             self._n_waiting += may_wait
             if may_wait:
-                self._pool.submit(self._run, params, digest, first, into, done, ends)
+                self._pool.submit(self._run, fetch)
         if not may_wait:
-            done(False)
+            receiver.done(False)
 
     def close(self) -> None:
         """End all fetches and threads. A second call does nothing."""
@@ -191,83 +208,98 @@ class SocketTransport:
                 _shut(connection)
         self._pool.shutdown(wait=True)
 
-    def _run(
-        self,
-        params: KVTransferParams,
-        digest: bytes,
-        first: int,
-        into: Sequence[Sequence[memoryview]],
-        done: Callable[[bool], object],
-        ends: float,
-    ) -> None:
+    def _run(self, fetch: _Fetch) -> None:
         ok = False
         try:
             with self._lock:
                 self._n_waiting -= 1
-            self._fetch(params, digest, first, into, ends)
+            self._fetch(fetch)
             ok = True
         except Exception as error:
             if not self._closing:
-                at = f"{params.remote_host}:{params.remote_port}"
-                _log.warning("a prompt's blocks did not come from %s, so it is computed here: %s", at, error)
+                at = f"{fetch.params.remote_host}:{fetch.params.remote_port}"
+                why = "a prompt's blocks did not come from %s, so it is computed here: %s"
+                _log.warning(why, at, error or type(error).__name__)
         finally:
-            done(ok)
+            fetch.receiver.done(ok)
 
-    def _fetch(
-        self,
-        params: KVTransferParams,
-        digest: bytes,
-        first: int,
-        into: Sequence[Sequence[memoryview]],
-        ends: float,
-    ) -> None:
-        address = (params.remote_host, params.remote_port)
-        with socket.create_connection(address, timeout=_left(ends)) as connection:
+    def _fetch(self, fetch: _Fetch) -> None:
+        address = (fetch.params.remote_host, fetch.params.remote_port)
+        with socket.create_connection(address, timeout=_left(fetch.ends)) as connection:
             try:
                 with self._lock:
                     if self._closing:
                         raise ConnectionError("the engine closes")
                     self._connections.add(connection)
-                self._converse(connection, params.remote_request_id, digest, first, into, ends)
+                self._greet(connection, fetch)
+                if fetch.into:
+                    _receive_pieces(connection, fetch)
             finally:
                 with self._lock:
                     self._connections.discard(connection)
 
-    def _converse(
-        self,
-        connection: socket.socket,
-        name: str,
-        digest: bytes,
-        first: int,
-        into: Sequence[Sequence[memoryview]],
-        ends: float,
-    ) -> None:
+    def _greet(self, connection: socket.socket, fetch: _Fetch) -> None:
+        """Ask for the blocks. Raises ConnectionError if the other side lacks the secret or the lease."""
         _prepare(connection)
         hello = bytearray(len(_MAGIC) + _NUMBER)
-        _receive(connection, [memoryview(hello)], ends)
+        _receive(connection, [memoryview(hello)], fetch.ends)
         server_number, client_number = bytes(hello[len(_MAGIC) :]), os.urandom(_NUMBER)
         if not hello.startswith(_MAGIC):
             raise ConnectionError("this is no server of leased blocks")
+        name, digest = fetch.params.remote_request_id, fetch.digest
         asked = {
             "lease": name,
             "digest": digest.hex(),
-            "first": first,
-            "n": len(into),
+            "first": fetch.first,
+            "n": len(fetch.into),
             "number": client_number.hex(),
             "proof": self._facts.proof(b"client", server_number, client_number, name.encode(), digest).hex(),
         }
-        _send_frame(connection, asked, ends)
-        answer = _receive_frame(connection, ends)
+        _send_frame(connection, asked, fetch.ends)
+        answer = _receive_frame(connection, fetch.ends)
         if answer.get("status") != _OK:
             raise ConnectionError(f"the server says: {str(answer.get('status'))[:80]}")
         if not hmac.compare_digest(
             self._facts.proof(b"server", client_number, server_number).hex(), str(answer["proof"])
         ):
             raise ConnectionError("the server does not know the control secret")
-        parts = [part for block in into for part in block]
-        if answer["n_bytes"] != (n := sum(part.nbytes for part in parts)):
-            raise ConnectionError(f"these blocks have {answer['n_bytes']} bytes there, and {n} here")
+
+
+def _send_pieces(connection: socket.socket, leases: Leases, lease: Lease, first: int, n: int) -> None:
+    """Send `n` blocks of a lease, each as soon as it is there, and the first token. Nothing for no blocks."""
+    sent, end, whole = first, first + n, not n
+    while not whole or sent < end:
+        ready = leases.wait(lease, sent, _SEND_SECONDS)
+        if ready is None:
+            raise ConnectionError("its prompt is not computed")
+        upto, whole = min(ready[0], end), ready[1]
+        parts = [part for i in range(sent, upto) for part in lease.parts(i)]
+        frame: dict[str, Any] = {"n": max(0, upto - sent), "n_bytes": sum(part.nbytes for part in parts)}
+        frame |= {"whole": whole, "first_token": lease.first_token if whole else None}
+        ends = time.monotonic() + _SEND_SECONDS
+        _send_frame(connection, frame, ends)
+        _send(connection, parts, ends)
+        sent = max(sent, upto)
+
+
+def _receive_pieces(connection: socket.socket, fetch: _Fetch) -> None:
+    """Receive all blocks of a fetch. Raises ConnectionError if pieces do not fit, or come no more."""
+    n, whole, ends = 0, False, fetch.ends
+    while not whole or n < len(fetch.into):
+        frame = _receive_frame(connection, ends)
+        n_new, whole = int(frame["n"]), bool(frame["whole"])
+        if n_new < 0 or n + n_new > len(fetch.into) or not (n_new or whole):
+            raise ConnectionError(f"{n_new} blocks came after {n} of {len(fetch.into)}")
+        parts = [part for block in fetch.into[n : n + n_new] for part in block]
+        if frame["n_bytes"] != (n_bytes := sum(part.nbytes for part in parts)):
+            raise ConnectionError(f"these blocks have {frame['n_bytes']} bytes there, and {n_bytes} here")
+        if whole and frame["first_token"] is not None:
+            token_id, proof = frame["first_token"]
+            fetch.receiver.said(int(token_id), str(proof))
         _receive(connection, parts, ends)
+        n += n_new
+        fetch.receiver.arrived(n)
+        ends = time.monotonic() + fetch.seconds_each
 
 
 def _prepare(connection: socket.socket) -> None:

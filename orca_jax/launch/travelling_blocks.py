@@ -61,6 +61,7 @@ class TravellingBlocks:
                 seconds=config.kv_lease_seconds,
                 engine_id=secrets.token_hex(16),
                 address=(host, self._server.port),
+                n_in_flight=len(workers) + 1,
             )
             self._server.start(self._leases)
             kv.leases = self._leases

@@ -30,6 +30,9 @@ class KVTransferParams:
     With `do_remote_decode` the request's prompt is kept for another server; the response has the params for
     that one, with `do_remote_prefill`. `remote_block_ids` counts the prompt's full blocks. `first_token_id`
     is the first output token, if the server that computed the prompt sampled it as the other one would.
+    With `offer_early`, an extension, the response begins with the params once the prompt's first chunk is
+    issued; the first token then comes with the blocks. `samples_first` is set where each of several outputs
+    samples its own first token; it is no field.
     """
 
     do_remote_decode: bool = False
@@ -41,6 +44,8 @@ class KVTransferParams:
     remote_port: int = 0
     first_token_id: int | None = None
     first_token_proof: str = ""
+    offer_early: bool = False
+    samples_first: bool = False
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -58,6 +63,7 @@ class KVTransferParams:
             remote_port=_port(values.get("remote_port")),
             first_token_id=_token_id(values.get("first_token_id")),
             first_token_proof=_text(values, "first_token_proof"),
+            offer_early=decode and _flag(values, "offer_early"),
         )
 
     def as_dict(self) -> dict[str, Any]:

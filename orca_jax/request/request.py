@@ -352,7 +352,7 @@ class Request:
     n_dropped: int = 0  # tokens computed before a preemption, until the request is admitted again
     block_hashes: list[bytes] | None = None  # None: not hashed yet
     asked_blocks: Sequence[bytes] | None = None  # of the disk tier; None: not asked yet
-    kv_lease: KVTransferParams | None = None  # for another server, once this request has ended
+    kv_lease: KVTransferParams | None = None  # for another server, once it may fetch
     n_found: int = 0
     full_at: int = _NEVER  # `n_computed` at which the next block can be found
     n_losses: int = 0

@@ -1,14 +1,14 @@
 """Arriving blocks: a waiting request's prompt, fetched from the server that computed it.
 
 Blocks arrive in places of the host tier and are found there by their hash, so that all further copies are
-those of the host tier. A transport writes them on threads of its own. Whatever goes wrong, the request finds
-nothing and computes its prompt.
+those of the host tier. A transport writes them on threads of its own, often while the other server computes
+later blocks. Whatever goes wrong, the request finds the blocks that came before, and computes the others.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -26,6 +26,22 @@ from orca_jax.scheduling.prefix_lookup import (
 )
 
 
+class Receiver(Protocol):
+    """Follows a fetch. A transport calls it on any thread, and nothing after `done`."""
+
+    def said(self, token_id: int, proof: str) -> None:
+        """The other server has sampled the first token of the output."""
+        ...
+
+    def arrived(self, n: int) -> None:
+        """The first `n` blocks are written."""
+        ...
+
+    def done(self, ok: bool) -> None:
+        """Nothing writes to the parts any more; `ok` if all are written."""
+        ...
+
+
 class Transport(Protocol):
     """Fetches blocks from other servers."""
 
@@ -35,15 +51,16 @@ class Transport(Protocol):
         digest: bytes,
         first: int,
         into: Sequence[Sequence[memoryview]],
-        done: Callable[[bool], object],
+        receiver: Receiver,
         seconds: float,
+        seconds_each: float,
     ) -> None:
         """Write a lease's blocks, from block `first` on, into these parts, and end the lease.
 
-        After its blocks a lease may have a state of recurrent layers, which counts as one more.
-
-        Calls `done`, on any thread and within about `seconds`, once nothing writes to the parts any more;
-        True if all are written. Never waits and never raises.
+        After its blocks a lease may have a state of recurrent layers, which counts as one more. A lease may
+        still grow: its blocks come as they are computed. The fetch fails if the first do not come within
+        about `seconds`, or others within `seconds_each` of those before them. With no parts it only ends the
+        lease. Never waits and never raises.
         """
         ...
 
@@ -71,28 +88,62 @@ class _Asked(NamedTuple):
     ends: float
 
 
+class _Target(NamedTuple):
+    """The place of a tier to which what has this hash comes."""
+
+    tier: HostTier
+    block_hash: bytes
+    place: int
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Blocks on their way; `generation` is the host tier's at the start.
+    """Blocks on their way, a Receiver; `generation` is the host tier's at the start.
 
-    With recurrent layers the state after the last one comes to `state_place`.
+    With recurrent layers the last target is the place of the state after the blocks. The first `n_arrived`
+    targets are written. Its request waits until `ends`.
     """
 
+    owner: "ArrivingBlocks"
     request: Request
-    hashes: Sequence[bytes]
-    places: Sequence[int]
+    params: KVTransferParams
+    targets: Sequence[_Target]
+    n_blocks: int
     generation: int
     ends: float
-    state: tuple[bytes, int] | None  # the hash of the last block, and the state's place
+    n_arrived: int = 0
+
+    def said(self, token_id: int, proof: str) -> None:
+        self.owner.note(partial(self.owner.hear, self, token_id, proof))
+
+    def arrived(self, n: int) -> None:
+        self.n_arrived = n
+        self.ends = self.owner.time_from_now()
+
+    def done(self, ok: bool) -> None:
+        self.owner.note(partial(self.owner.finish, self, ok))
+
+
+class _Nobody:
+    """The Receiver of a fetch that only ends a lease."""
+
+    def said(self, token_id: int, proof: str) -> None:
+        pass
+
+    def arrived(self, n: int) -> None:
+        pass
+
+    def done(self, ok: bool) -> None:
+        pass
 
 
 class ArrivingBlocks:
-    """Fetches prompts for requests with `do_remote_prefill`, each within `seconds`.
+    """Fetches prompts for requests with `do_remote_prefill`, each piece within `seconds`.
 
     At most half of the host tier is for blocks that arrive or wait for their request's admission, and of its
     states, whose memory is `state_places`. `ask` and what a transport calls are for any thread, all else for
     the scheduler's. `wake` is called when blocks have arrived. `n_asked` counts requests, `n_failed` those
-    that fetched nothing, and `n_blocks` blocks.
+    whose blocks did not all come, and `n_blocks` blocks.
     """
 
     def __init__(
@@ -117,7 +168,8 @@ class ArrivingBlocks:
         self._waiting: set[Request] = set()  # of `_asked`
         self._fetches: dict[Request, _Fetch] = {}
         self._landed: dict[Request, int] = {}  # blocks that wait for their request's admission
-        self._done: deque[tuple[_Fetch, bool]] = deque()
+        self._news: deque[Callable[[], object]] = deque()
+        self._begun: dict[Request, int] = {}  # first tokens that have come
 
     @property
     def n_under_way(self) -> int:
@@ -134,21 +186,23 @@ class ArrivingBlocks:
 
     def first_token(self, req: Request) -> int | None:
         """The first token of the output, if the other server has sampled it. Any thread."""
-        params = req.kv_transfer
-        if params is None or self.stopped or req.most_output < 2 or not begins_with_a_known_token(req):
-            return None
-        found = self._facts.first_token(params, req.prompt_ids, self._kv.owner_of(req.cache_salt))
-        return None if found in req.end_token_ids else found
+        return None if req.kv_transfer is None else self._said(req, req.kv_transfer)
 
-    def step(self) -> None:
-        """Let blocks that have arrived be found, and start fetching others. Before each choice of rows."""
-        while self._done:
-            self._finish(*self._done.popleft())
+    def step(self) -> list[tuple[Request, int]]:
+        """Let blocks that have arrived be found, and start fetching others. Before each choice of rows.
+
+        Returns requests that begin with these tokens, which other servers have sampled.
+        """
+        while self._news:
+            self._news.popleft()()
         if self._landed:
             for req in [req for req in self._landed if not _waits(req)]:
                 del self._landed[req]
         while self._asked and self._start(self._asked[0]):
             self._waiting.discard(self._asked.popleft().request)
+        begun = [*self._begun.items()]
+        self._begun.clear()
+        return begun
 
     def awaits(self, req: Request) -> bool:
         """Whether a waiting request's blocks are on their way."""
@@ -166,6 +220,31 @@ class ArrivingBlocks:
         self.stop()
         self._transport.close()
 
+    def note(self, news: Callable[[], object]) -> None:
+        """Let the next step do this. Any thread."""
+        self._news.append(news)
+        self.wake()
+
+    def time_from_now(self) -> float:
+        """When a request has waited long enough for its next blocks. Any thread."""
+        return self._clock() + self.seconds
+
+    def hear(self, fetch: _Fetch, token_id: int, proof: str) -> None:
+        """Begin an output with a token that is proved for its whole prompt, if its request still waits."""
+        req = fetch.request
+        if req.ending is not None or req.output_ids or not _waits(req):
+            return
+        said = replace(fetch.params, first_token_id=token_id, first_token_proof=proof)
+        if self._said(req, said) is not None:
+            self._begun[req] = token_id
+
+    def _said(self, req: Request, params: KVTransferParams) -> int | None:
+        """The first token of the output that these params say, unless it would end the output."""
+        if self.stopped or not _may_begin(req):
+            return None
+        found = self._facts.first_token(params, req.prompt_ids, self._kv.owner_of(req.cache_salt))
+        return None if found in req.end_token_ids else found
+
     def _start(self, asked: _Asked) -> bool:
         """Start a fetch, or find that there is nothing to fetch; False if it has to wait for room."""
         req, params, ends = asked
@@ -182,7 +261,9 @@ class ArrivingBlocks:
         digest = self._facts.digest(tokens, kv.owner_of(req.cache_salt))
         n_cached = len(cached_blocks(req, kv))
         n_useful = first = n_cached + host_blocks(req, n_cached, kv)
-        n_wanted, most = min(n_leased, most_blocks(req, kv)), max(1, host.n // 2)
+        # The first token may come with the blocks, and then the last one may be of use.
+        n_wanted = min(n_leased, len(hashes) if _may_begin(req) else most_blocks(req, kv))
+        most = max(1, host.n // 2)
         states = kv.host_states
         if states is not None:  # of use only with all blocks before it
             first = max(first, min(n_leased, blocks_in_tiers(req, kv)))
@@ -190,10 +271,10 @@ class ArrivingBlocks:
         n = n_wanted - first
         if n_wanted <= n_useful or not self._pays(n, n_wanted, n_useful):
             self.n_asked += 1  # all are here, or quicker to compute: only end the lease
-            self._transport.fetch(params, digest, 0, [], lambda _: None, ends - now)
+            self._transport.fetch(params, digest, 0, [], _Nobody(), ends - now, self.seconds)
             return True
         n = min(n, most)
-        n_held = sum(len(fetch.places) for fetch in self._fetches.values()) + sum(self._landed.values())
+        n_held = sum(fetch.n_blocks for fetch in self._fetches.values()) + sum(self._landed.values())
         if n_held and n_held + n > most:
             return False
         n_fetched = len(self._fetches) + len(self._landed)
@@ -203,7 +284,7 @@ class ArrivingBlocks:
         if len(places) < n:
             return False
         into = [self._places.views(place) for place in places]
-        state: tuple[bytes, int] | None = None
+        targets = [_Target(host, hashes[first + i], place) for i, place in enumerate(places)]
         if states is not None:
             assert self._state_places is not None
             of_state = _take_places(states, self._state_places, 1)
@@ -211,12 +292,12 @@ class ArrivingBlocks:
                 for place in places:
                     self._host.give_back(place)
                 return False
-            state = hashes[n_leased - 1], of_state[0]
+            targets.append(_Target(states, hashes[n_leased - 1], of_state[0]))
             into.append(self._state_places.views(of_state[0]))
         self.n_asked += 1
-        fetch = _Fetch(req, hashes[first : first + n], places, host.generation, ends, state)
+        fetch = _Fetch(self, req, params, targets, n, host.generation, ends)
         self._fetches[req] = fetch
-        self._transport.fetch(params, digest, first, into, partial(self._ended, fetch), ends - now)
+        self._transport.fetch(params, digest, first, into, fetch, ends - now, self.seconds)
         return True
 
     def _pays(self, n: int, end: int, first: int) -> bool:
@@ -227,24 +308,18 @@ class ArrivingBlocks:
         n_states = 0.0 if self._kv.host_states is None else costs.state
         return costs.pays((n + n_states) * costs.peer, first, end - first)
 
-    def _ended(self, fetch: _Fetch, ok: bool) -> None:
-        self._done.append((fetch, ok))
-        self.wake()
-
-    def _finish(self, fetch: _Fetch, ok: bool) -> None:
+    def finish(self, fetch: _Fetch, ok: bool) -> None:
+        """Let what has come be found, and give back the other places."""
         del self._fetches[fetch.request]
-        ok = ok and not self.stopped and fetch.generation == self._host.generation
-        for block_hash, place in zip(fetch.hashes, fetch.places, strict=True):
-            _arrive(self._host, block_hash, place, ok=ok)
-        if fetch.state is not None:
-            assert self._kv.host_states is not None
-            _arrive(self._kv.host_states, *fetch.state, ok=ok)
-        if not ok:
-            self.n_failed += 1
-            return
-        self.n_blocks += len(fetch.places)
-        if (fetch.places or fetch.state is not None) and _waits(fetch.request):
-            self._landed[fetch.request] = len(fetch.places)
+        if self.stopped or fetch.generation != self._host.generation:
+            fetch.n_arrived, ok = 0, False
+        for i, (tier, block_hash, place) in enumerate(fetch.targets):
+            _arrive(tier, block_hash, place, ok=i < fetch.n_arrived)
+        self.n_failed += not ok
+        n_blocks = min(fetch.n_arrived, fetch.n_blocks)
+        self.n_blocks += n_blocks
+        if fetch.n_arrived and _waits(fetch.request):
+            self._landed[fetch.request] = n_blocks
 
     def _fail(self) -> None:
         self.n_asked += 1
@@ -271,6 +346,13 @@ def _arrive(tier: HostTier, block_hash: bytes, place: int, *, ok: bool) -> None:
         tier.insert(block_hash, place)
     else:
         tier.give_back(place)
+
+
+def _may_begin(req: Request) -> bool:
+    """Whether an output may begin with a token that another server samples."""
+    params = req.kv_transfer
+    own = params is None or params.samples_first or req.most_output < 2
+    return not own and begins_with_a_known_token(req)
 
 
 def _waits(req: Request) -> bool:

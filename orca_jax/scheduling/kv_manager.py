@@ -13,7 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
-from orca_jax.request.request import FinishReason, Request
+from orca_jax.request.request import FinishReason, Request, Row
 from orca_jax.scheduling.beam_blocks import BeamBlocks
 from orca_jax.scheduling.blocks import Blocks
 from orca_jax.scheduling.disk_tier import DiskTier
@@ -36,7 +36,7 @@ class Arriving(Protocol):
 
     def first_token(self, req: Request) -> int | None: ...
 
-    def step(self) -> None: ...
+    def step(self) -> Sequence[tuple[Request, int]]: ...
 
     def awaits(self, req: Request) -> bool: ...
 
@@ -50,6 +50,8 @@ class Leasing(Protocol):
     n_taken: int
     n_expired: int
     n_bytes: int
+
+    def offer(self, rows: Sequence[Row]) -> Sequence[Request]: ...
 
     def grant(self, req: Request, reason: FinishReason) -> None: ...
 

@@ -99,8 +99,8 @@ class Scheduler:
         ended = self.end_cancelled()
         if self.kv.disk is not None:
             self.kv.disk.step()
-        if self.kv.arriving is not None:
-            self.kv.arriving.step()
+        if self.kv.arriving is not None and (begun := self.kv.arriving.step()):
+            self._begin_with(begun)
         choice = self._next_rows()  # line 4
         self.timeline.interrupted(choice.preempted, "preempted")
         for req in choice.preempted:
@@ -224,6 +224,19 @@ class Scheduler:
             iteration.partial = frozenset(partial)
         publish_full_blocks(full, self.kv)
         self.in_flight.append(iteration)  # line 8
+        if self.kv.leases is not None and (offered := self.kv.leases.offer(rows)):
+            self.deliver([(req, 0, None) for req in offered])
+
+    def _begin_with(self, begun: Sequence[tuple[Request, int]]) -> None:
+        """Let waiting requests begin with the tokens that another server sampled after their prompts.
+
+        That server has counted them, so they are delivered as no tokens of this one.
+        """
+        deliveries = list[Delivery]()
+        for req, token_id in begun:
+            reason = req.accept(token_id)
+            deliveries.append((req, 0, None) if reason is None else self.end(req, reason))
+        self.deliver(deliveries)
 
     def _count_admission(self, req: Request) -> None:
         """Count the tokens that are computed again after a preemption."""
@@ -302,7 +315,7 @@ class Scheduler:
     def end(self, req: Request, reason: FinishReason) -> Delivery:
         """End a request, whatever the reason. Its slots are released once no batch writes to them."""
         has_output = reason is FinishReason.STOP or reason is FinishReason.LENGTH
-        if has_output and req.kv_transfer is not None and self.kv.leases is not None:
+        if req.kv_transfer is not None and self.kv.leases is not None:
             self.kv.leases.grant(req, reason)
         if req.n_in_flight:
             self.leaving.append(req)

@@ -273,7 +273,10 @@ class RequestHandle:
 
     @property
     def kv_lease(self) -> KVTransferParams | None:
-        """The params with which another server fetches an ended request's prompt; None without a lease."""
+        """The params with which another server fetches the prompt; None without a lease.
+
+        They come with the request's end, or while its prompt is computed if it has `offer_early`.
+        """
         return self._request.kv_lease
 
     @property

@@ -2,7 +2,8 @@
 
 Like the proxies of vLLM and llm-d, it sends each generating request twice: first with one output token to a
 server that computes the prompt, and then, with the `kv_transfer_params` of the answer, to a server that
-generates. If the first step fails, the second computes the prompt itself, so that no request is lost.
+generates. If the first step fails, the second computes the prompt itself, so that no request is lost. Servers
+of ours give these params while they compute the prompt, and both steps overlap.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ from starlette.routing import Route
 _log = logging.getLogger(__name__)
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
-# What a server that computes the prompt gets: all fields of vLLM's proxies.
+# What a server that computes the prompt gets: all fields of vLLM's proxies, and one of our own.
 _TO_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -31,7 +32,9 @@ _TO_PREFILL = {
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
+    "offer_early": True,
 }
+_OFFERED = "x-orca-offered"  # the params are the first line of the answer (server/http/generation)
 # About the output alone, or about its form.
 _LEFT_OUT = ("stream_options", "min_tokens", "min_completion_tokens", "n", "best_of", "use_beam_search")
 _MOST_ANSWER = 64 << 20  # bytes of an answer of the first step
@@ -102,13 +105,16 @@ class Proxy:
             body = json.loads(content)
         except ValueError:
             body = None  # the server says what is wrong with it
+        first: asyncio.Task[None] | None = None
         if isinstance(body, dict):
-            params = await self._first_step(request.url.path, body, headers)
+            found: asyncio.Future[dict[str, Any] | None] = asyncio.get_running_loop().create_future()
+            first = asyncio.create_task(self._first_step(request.url.path, body, headers, found))
+            params = await found
             if params is None:
                 self.n_alone += 1
             else:
                 content = json.dumps({**body, "kv_transfer_params": params}).encode()
-        return await self._answer("POST", request.url.path, headers, content)
+        return await self._answer("POST", request.url.path, headers, content, first)
 
     async def pass_on(self, request: Request) -> Response:
         """Answer as a server that generates does."""
@@ -123,9 +129,16 @@ class Proxy:
         return bytes(found)
 
     async def _first_step(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> dict[str, Any] | None:
-        """Let a server compute the prompt; None if none does."""
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        headers: Mapping[str, str],
+        found: "asyncio.Future[dict[str, Any] | None]",
+    ) -> None:
+        """Let a server compute the prompt, and set `found` to its params, to None if it fails.
+
+        Goes on until the prompt is computed, because a server ends the request when its client leaves.
+        """
         first = {name: value for name, value in body.items() if name not in _LEFT_OUT}
         first |= {"kv_transfer_params": _TO_PREFILL, "stream": False, "max_tokens": 1}
         if "max_completion_tokens" in first:
@@ -140,16 +153,22 @@ class Proxy:
                     _log.warning(
                         "%s answered %d, so another server computes the prompt", at, answer.status_code
                     )
-                    return None
-                found = json.loads(await _body(answer))
+                    return
+                await _find_params(answer, found)
         except _FAILURES as error:
             _log.warning("%s failed, so another server computes the prompt: %r", at, error)
-            return None
-        params = found.get("kv_transfer_params") if isinstance(found, dict) else None
-        return params if isinstance(params, dict) and params else None
+        finally:
+            _set(found, None)
 
-    async def _answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Response:
-        """Pass on the answer of the first server that gives one."""
+    async def _answer(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        first: "asyncio.Task[None] | None" = None,
+    ) -> Response:
+        """Pass on the answer of the first server that gives one. Its end ends the `first` step too."""
         servers, start = self._options.decode, next(self._decode)
         why = ""
         for i in range(len(servers)):
@@ -165,27 +184,50 @@ class Proxy:
                 await answer.aclose()
                 continue
             return StreamingResponse(
-                _relayed(answer), answer.status_code, headers=_kept(answer.headers, _RETURNED)
+                _relayed(answer, first), answer.status_code, headers=_kept(answer.headers, _RETURNED)
             )
+        if first is not None:
+            first.cancel()
         return _error(502, f"no server that generates answers ({why})")
 
 
-async def _body(answer: httpx2.Response) -> bytes:
-    """The whole body. Raises ValueError if it is longer than an answer may be."""
-    found = bytearray()
+async def _find_params(answer: httpx2.Response, found: "asyncio.Future[dict[str, Any] | None]") -> None:
+    """Set `found` to the params in an answer, as soon as they have come, and read it to its end.
+
+    Raises ValueError if it is no JSON, or longer than an answer may be.
+    """
+    early, text = _OFFERED in answer.headers, bytearray()
     async for piece in answer.aiter_raw():
-        found += piece
-        if len(found) > _MOST_ANSWER:
+        text += piece
+        if len(text) > _MOST_ANSWER:
             raise ValueError(f"the answer has more than {_MOST_ANSWER} bytes")
-    return bytes(found)
+        if early and (end := text.find(b"\n")) >= 0:
+            _set(found, _params(bytes(text[:end]).removesuffix(b",") + b"}"))
+            early = False
+    if not found.done():
+        _set(found, _params(bytes(text)))
 
 
-async def _relayed(answer: httpx2.Response) -> AsyncIterator[bytes]:
-    """The body's pieces; leaving it, as when the client does, disconnects from the server."""
+def _params(text: bytes) -> dict[str, Any] | None:
+    """The params in a JSON object; None if it has none."""
+    whole = json.loads(text)
+    params = whole.get("kv_transfer_params") if isinstance(whole, dict) else None
+    return params if isinstance(params, dict) and params else None
+
+
+def _set(found: "asyncio.Future[dict[str, Any] | None]", params: dict[str, Any] | None) -> None:
+    if not found.done():
+        found.set_result(params)
+
+
+async def _relayed(answer: httpx2.Response, first: "asyncio.Task[None] | None") -> AsyncIterator[bytes]:
+    """The body's pieces; leaving it, as when the client does, disconnects from both servers."""
     try:
         async for piece in answer.aiter_raw():
             yield piece
     finally:
+        if first is not None:
+            first.cancel()
         await answer.aclose()
 
 

@@ -85,10 +85,12 @@ class RemoteSink(PublishedSink):
                 facts["n_cached"] = request.n_cached
             if request.prompt_logprobs is not None:
                 facts["prompt_logprobs"] = request.prompt_logprobs
+        if request.kv_lease is not None:
+            facts["kv_lease"] = request.kv_lease
         if reason is not None:
             if failure is not None:
                 facts["failure"] = Failure.of(failure)
-            for name in ("pooled", "routed", "kv_lease"):
+            for name in ("pooled", "routed"):
                 if (value := getattr(request, name)) is not None:
                     facts[name] = value
             if request.kind.found is not None or request.kind.predicted is not None:

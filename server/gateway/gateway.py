@@ -24,6 +24,7 @@ from orca_jax.errors import (
     RequestTimedOut,
     WorkerLost,
 )
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.request import FinishReason
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
@@ -142,6 +143,14 @@ class LiveRequest(RequestHandle):
             finally:
                 self._error = None  # its traceback refers to this object
         raise StopAsyncIteration
+
+    async def offered(self) -> KVTransferParams | None:
+        """Wait until another server may fetch the prompt, or the request ends. Call it before reading."""
+        while self.kv_lease is None and self.finish_reason is None and self._error is None:
+            self._waiter = self._gateway.loop.create_future()
+            await self._waiter
+        self._woken = True
+        return self.kv_lease
 
     def end(self, reason: FinishReason) -> None:
         """Ask the engine to end the request; if it does not within a few seconds, end it here anyway."""

@@ -372,7 +372,7 @@ class GenerationRequest(SamplingFields, SchedulingFields):
             return params
         transfer = KVTransferParams.read(self.kv_transfer_params)
         if self.n is not None and self.n > 1:  # each output samples its own
-            transfer = replace(transfer, first_token_id=None)
+            transfer = replace(transfer, samples_first=True)
         return replace(params, kv_transfer=transfer)
 
     def check_stream_options(self) -> None:

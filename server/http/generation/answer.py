@@ -22,6 +22,7 @@ from server.http.fields.generation import GenerationRequest, StreamOptions
 from server.http.fields.logprobs import n_characters
 from server.http.generation.choices import Choices, CompleteChoice
 from server.http.generation.chunks import ChunkWriter, ReplyForm
+from server.http.generation.offering_reply import OfferingReply
 from server.http.generation.reply_stream import ReplyStream
 from server.settings.endpoint_options import EndpointOptions
 
@@ -91,25 +92,30 @@ async def answer(
         options = body.stream_options or StreamOptions()
         has_text, versions = model.tokenizer is not None, model.shows_versions
         return ReplyStream(ChunkWriter(choices, form, head, options, has_text=has_text, versions=versions))
-    complete = await choices.complete(receive)
-    n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
-    n += sum(map(choices.routed_size, range(len(complete))))
-    if choices.returns_token_ids:
-        n += sum(
-            6 * (len(choice.token_ids) + len(choices.prompt_ids(i))) for i, choice in enumerate(complete)
-        )
 
-    def write() -> bytes:
-        written = [_choice(choices, form, i, done, model) for i, done in enumerate(complete)]
-        usage = choices.tally.usage().model_dump(exclude_none=True)
-        whole = {**head, "object": form.object, "choices": written, "usage": usage}
-        if choices.returns_token_ids and not form.prompt_ids_by_choice:
-            whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
-        if (lease := choices.kv_lease) is not None:
-            whole["kv_transfer_params"] = lease.as_dict()
-        return as_json_bytes(whole, n)
+    async def write_all(complete: Sequence[CompleteChoice], *, offered: bool = False) -> bytes:
+        n = sum(n_characters(choice.tokens) + len(choice.text) for choice in complete)
+        n += sum(map(choices.routed_size, range(len(complete))))
+        if choices.returns_token_ids:
+            n += sum(
+                6 * (len(choice.token_ids) + len(choices.prompt_ids(i))) for i, choice in enumerate(complete)
+            )
 
-    return Response(await run_for_response(n, write), media_type="application/json")
+        def write() -> bytes:
+            written = [_choice(choices, form, i, done, model) for i, done in enumerate(complete)]
+            usage = choices.tally.usage().model_dump(exclude_none=True)
+            whole = {**head, "object": form.object, "choices": written, "usage": usage}
+            if choices.returns_token_ids and not form.prompt_ids_by_choice:
+                whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
+            if (lease := choices.kv_lease) is not None and not offered:
+                whole["kv_transfer_params"] = lease.as_dict()
+            return as_json_bytes(whole, n)
+
+        return await run_for_response(n, write)
+
+    if choices.offers_early:
+        return OfferingReply(choices, partial(write_all, offered=True), write_all)
+    return Response(await write_all(await choices.complete(receive)), media_type="application/json")
 
 
 def _choice(

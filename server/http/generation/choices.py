@@ -327,6 +327,12 @@ class Choices:
         """The params with which another server fetches the first prompt, once its choice is complete."""
         return self._requests[0].kv_lease
 
+    @property
+    def offers_early(self) -> bool:
+        """Whether the params are to be sent before the one choice is complete."""
+        transfer = self._prompts[0].kv_transfer
+        return len(self._submissions) == 1 and transfer is not None and transfer.offer_early
+
     def routed_experts(self, index: int) -> EncodedIds | None:
         """The experts of choice `index`, which must be complete; None if they were not requested."""
         ids = self._requests[index].routed_experts if self._returns_experts else None
@@ -343,13 +349,17 @@ class Choices:
         Raises QueueFull, NotReady, EngineError, or whatever ended a choice before it was complete.
         """
         async with self.running(receive) as requests:
-            if self._n_requests == self._n_each:
-                return [await self._complete(i, request) for i, request in enumerate(requests)]
-            return [
-                choice
-                for i, request in enumerate(requests)
-                for choice in await self._complete_search(i * self._n_each, request)
-            ]
+            return await self.complete_all(requests)
+
+    async def complete_all(self, requests: Sequence[LiveRequest]) -> list[CompleteChoice]:
+        """Wait for the choices of `running` requests to complete. Raises whatever ended one before it was."""
+        if self._n_requests == self._n_each:
+            return [await self._complete(i, request) for i, request in enumerate(requests)]
+        return [
+            choice
+            for i, request in enumerate(requests)
+            for choice in await self._complete_search(i * self._n_each, request)
+        ]
 
     async def _complete_search(self, first: int, request: LiveRequest) -> list[CompleteChoice]:
         """Wait for a beam search, and return its choices, the first of which is number `first`."""

@@ -16,9 +16,11 @@ from orca_jax.errors import ConfigError
 from orca_jax.launch.travelling_blocks import fingerprint
 from orca_jax.model_files.found_model import find_model
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
+from orca_jax.request.request import FinishReason
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
 from orca_jax.scheduling.leases import Leases
+from orca_jax.service.generation import Generation
 from tests.device.model.golden import load_golden
 from tests.endpoint.harness import until
 
@@ -27,6 +29,7 @@ ROWS = [row for row, prompt in enumerate(GOLDEN.prompts) if 40 < len(prompt) < 8
 SIZES: dict[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 64, "n_slots": 192, "block_size": 4}
 SIZES |= {"kv_host_bytes": 1 << 20, "compile_ahead": False}
 FOR_ANOTHER = KVTransferParams(do_remote_decode=True)
+EARLY = KVTransferParams(do_remote_decode=True, offer_early=True)
 N_OUTPUT = 8
 
 
@@ -138,6 +141,89 @@ def test_the_first_token_comes_from_the_server_that_computed_the_prompt(prefill:
                 assert generation.result(30).token_ids == expected.token_ids
         finally:
             arriving(decode).seconds = 60.0
+    at_rest(decode)
+
+
+class Chunks:
+    """An engine of the role prefill with 16 tokens an iteration; it waits before a prompt's third chunk."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.goes_on = threading.Event()
+        self._issue, self._n_issued = llm.service.scheduler.engine.issue, 0
+        llm.service.scheduler.engine.issue = self.issue
+
+    def issue(self, rows: Any) -> Any:
+        self._n_issued += 1
+        assert self._n_issued < 3 or self.goes_on.wait(30)
+        return self._issue(rows)
+
+    @contextmanager
+    def offered(self, row: int, salt: str) -> Iterator[Generation]:
+        """A prompt's request, whose blocks others may fetch."""
+        params = SamplingParams(max_tokens=1, temperature=0)
+        scheduling = SchedulingParams(kv_transfer=EARLY, cache_salt=salt)
+        with self.llm.service.submit(GOLDEN.prompts[row], params, scheduling=scheduling) as generation:
+            until(lambda: generation.kv_lease is not None, "the offer")
+            yield generation
+
+
+@pytest.fixture
+def chunks() -> Iterator[Chunks]:
+    with engine("prefill", max_batch_tokens=16) as llm:
+        chunks = Chunks(llm)
+        try:
+            yield chunks
+        finally:
+            chunks.goes_on.set()
+
+
+def n_arrived(llm: LLM) -> int:
+    """The blocks of transfers under way that have arrived."""
+    return sum(fetch.n_arrived for fetch in [*arriving(llm)._fetches.values()])
+
+
+def test_blocks_arrive_while_later_chunks_are_computed(chunks: Chunks, decode: LLM) -> None:
+    """The third chunk is issued once the blocks of the first two are with the other engine."""
+    row = ROWS[0]
+    params = SamplingParams(max_tokens=N_OUTPUT, temperature=0, ignore_eos=True)
+    n_asked = arriving(decode).n_asked
+    with chunks.offered(row, "grows") as offer:
+        scheduling = SchedulingParams(kv_transfer=offer.kv_lease, cache_salt="grows")
+        with decode.service.submit(GOLDEN.prompts[row], params, scheduling=scheduling) as generation:
+            until(lambda: n_arrived(decode) == 8, "two chunks")
+            assert offer.finish_reason is None and generation.poll() is None
+            chunks.goes_on.set()
+            piece = generation.next_piece(30)
+            assert piece is not None and piece.token_ids[:1] == tuple(offer.result(30).token_ids)
+            result = generation.result(30)
+    sure = GOLDEN.sure(row)[:N_OUTPUT]
+    assert tuple(result.token_ids[: len(sure)]) == sure and result.n_cached == most_cached(row)
+    assert arriving(decode).n_asked == n_asked + 1
+    until(lambda: not len(leases(chunks.llm)) and not leases(chunks.llm).n_bytes, "the end of all leases")
+    at_rest(decode)
+
+
+@pytest.mark.parametrize("cause", ["cancelled", "broken"])
+def test_blocks_that_came_before_the_end_are_kept_and_the_others_computed(
+    chunks: Chunks, decode: LLM, cause: str
+) -> None:
+    row = ROWS[0]
+    counts: list[int] = []
+    with chunks.offered(row, cause) as offer:
+        assert offer.kv_lease is not None
+        args = (decode, row, offer.kv_lease, cause)
+        thread = threading.Thread(target=lambda: counts.append(n_cached_of(*args)))
+        thread.start()
+        until(lambda: n_arrived(decode) == 8, "two chunks")
+        if cause == "cancelled":
+            offer.end(FinishReason.CANCELLED)
+        else:
+            chunks.llm.service.scheduler.kv.leases.stop()  # pyright: ignore[reportOptionalMemberAccess]
+        chunks.goes_on.set()
+        thread.join(30)
+    assert counts == [8 * 4]
+    until(lambda: not len(leases(chunks.llm)) and not leases(chunks.llm).n_bytes, "the end of all leases")
     at_rest(decode)
 
 

@@ -96,12 +96,95 @@ def test_the_first_server_computes_the_prompt_and_the_second_goes_on(
             "remote_block_ids": None,
             "remote_host": None,
             "remote_port": None,
+            "offer_early": True,
         },
     }
     assert (sent["authorization"], sent["x-request-id"]) == ("Bearer k", "r") and "cookie" not in sent
     ((path, sent, second),) = decode.asked
     assert path == "/v1/completions" and second == body | {"kv_transfer_params": PARAMS}
     assert sent["authorization"] == "Bearer k"
+
+
+class Offering(Stand):
+    """A server that gives its params at once, and the rest of its answer when a test lets it."""
+
+    def __init__(self, rest: bytes | None = b'"choices":[]}') -> None:
+        super().__init__()
+        self.goes_on, self.ended = threading.Event(), threading.Event()
+
+        async def body() -> AsyncIterator[bytes]:
+            try:
+                line = b'{"kv_transfer_params":' + json.dumps(PARAMS).encode()
+                for piece in (line[:9], line[9:], b",", b"\n"):
+                    yield piece
+                    await asyncio.sleep(0.01)
+                while not self.goes_on.is_set():
+                    await asyncio.sleep(0.005)
+                if rest is None:
+                    raise ConnectionError("it is killed")
+                yield rest
+            finally:
+                self.ended.set()
+
+        self.answer = StreamingResponse(body(), headers={"x-orca-offered": "1"})
+
+
+@contextmanager
+def routed(prefill: Stand, decode: Stand) -> Iterator[str]:
+    with (
+        running(prefill.app()) as first,
+        running(decode.app()) as second,
+        running(Proxy(ProxyOptions(prefill=[first], decode=[second])).app()) as proxy,
+    ):
+        yield proxy
+
+
+def test_the_second_server_is_asked_while_the_first_computes_the_prompt() -> None:
+    prefill, decode = Offering(), Stand()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        prefill.goes_on.set()
+        while not prefill.ended.is_set():
+            await asyncio.sleep(0.005)
+        yield b"data: 2\n\n"
+
+    decode.answer = StreamingResponse(events(), media_type="text/event-stream")
+    with routed(prefill, decode) as url:
+        answer = requests.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
+        assert answer.content == b"data: 1\n\ndata: 2\n\n"
+    assert decode.asked[0][2] == {"prompt": "a", "kv_transfer_params": PARAMS}
+
+
+def test_a_first_server_that_breaks_after_its_offer_costs_nothing() -> None:
+    """Whether it does before the second one has answered or after it."""
+    prefill, decode = Offering(rest=None), Stand()
+    prefill.goes_on.set()
+    decode.answer = JSONResponse({"choices": [1]})
+    with routed(prefill, decode) as url:
+        answer = requests.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=10)
+        assert (answer.status_code, answer.json()) == (200, {"choices": [1]})
+    assert decode.asked[0][2]["kv_transfer_params"] == PARAMS
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_end_of_the_answer_ends_the_first_step_too(leaves: bool) -> None:
+    """The client leaves, or the second server has computed the prompt itself."""
+    prefill, decode = Offering(), Stand()
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        while leaves:
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.01)
+
+    decode.answer = StreamingResponse(events(), media_type="text/event-stream")
+    with routed(prefill, decode) as url:
+        with requests.post(f"{url}/v1/completions", json={"prompt": "a"}, stream=True, timeout=10) as answer:
+            assert next(answer.iter_lines(chunk_size=1)) == b"data: 1"
+            if not leaves:
+                assert not answer.content.strip()
+        assert prefill.ended.wait(10) and not prefill.goes_on.is_set()
 
 
 def test_a_step_that_fails_is_left_to_the_other_servers(stands: tuple[Stand, Stand, str]) -> None:

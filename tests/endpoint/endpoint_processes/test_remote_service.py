@@ -16,9 +16,11 @@ from orca_jax.errors import (
     OutputFailed,
     QueueFull,
 )
+from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
+from orca_jax.scheduling.leases import Leases
 from orca_jax.service.output import Piece
 from server.endpoint_processes.messages import AdapterFacts, Status
 from server.gateway.gateway import Gateway, LiveRequest, Phase, Submission, submitted
@@ -26,6 +28,7 @@ from server.gateway.served_model import ServedModel
 from tests.endpoint.endpoint_processes.linked import linked
 from tests.endpoint.harness import until_here
 from tests.host.engines import CONFIG, LETTERS, MODEL, GatedEngine, at_rest, orca, simulated, writing
+from tests.host.scheduling.test_leases import FACTS, SIZE, Packed
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -224,6 +227,37 @@ def test_a_dropped_handle_frees_its_slots() -> None:
 
     with orca(engine) as service:
         asyncio.run(ended(main, engine))
+
+
+def test_params_of_a_transfer_come_while_the_prompt_is_computed() -> None:
+    engine = GatedEngine(writing("ab"))
+
+    async def main() -> None:
+        async with linked(service) as link:
+            rules = link.remote.rules(SamplingParams(max_tokens=1))
+            wish = SchedulingParams(kv_transfer=KVTransferParams(do_remote_decode=True, offer_early=True))
+            checked = service.check(range(20), rules, wish)
+            async with submitted(link.gateway, [Submission(checked, rules, "x")], owner="me") as requests:
+                lease = await requests[0].offered()
+                assert lease is not None and len(lease.remote_block_ids) == 2
+                assert requests[0].finish_reason is None
+                engine.let(1)
+                assert [piece.finish_reason async for piece in requests[0]] == [FinishReason.LENGTH]
+                assert requests[0].kv_lease == lease
+
+    with orca(engine) as service:
+        kv = service.scheduler.kv
+        kv.leases = Leases(
+            kv,
+            FACTS,
+            Packed,
+            block_bytes=SIZE,
+            most_bytes=10 * SIZE,
+            seconds=60.0,
+            engine_id="engine",
+            address=("127.0.0.1", 7),
+        )
+        asyncio.run(main())
 
 
 def test_the_end_of_the_line_ends_the_requests_at_both_ends() -> None:

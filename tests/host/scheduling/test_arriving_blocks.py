@@ -1,14 +1,16 @@
 """Arriving blocks: what happens to a fetch whose engine loses its memory, or whose request waits too long."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
-from orca_jax.request.request import Request
+from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
-from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
+from orca_jax.scheduling.arriving_blocks import ArrivingBlocks, Receiver
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.prefix_lookup import host_blocks
 from orca_jax.scheduling.tier_costs import TierCosts
 
 FACTS = TransferFacts("model", "secret")
@@ -21,7 +23,7 @@ class Wire:
     n_done = 0
 
     def __init__(self) -> None:
-        self.fetches: list[tuple[int, int, Callable[[bool], object]]] = []
+        self.fetches: list[tuple[int, int, Receiver]] = []
 
     def views(self, place: int) -> Sequence[memoryview]:
         return [memoryview(bytearray(1))]
@@ -32,11 +34,13 @@ class Wire:
         digest: bytes,
         first: int,
         into: Sequence[Sequence[memoryview]],
-        done: Callable[[bool], object],
+        receiver: Receiver,
         seconds: float,
+        seconds_each: float,
     ) -> None:
-        assert seconds > 0 and digest == FACTS.digest(PROMPT[: 4 * len(params.remote_block_ids)], ("key", ""))
-        self.fetches.append((first, len(into), done))
+        assert 0 < seconds <= seconds_each == 5.0
+        assert digest == FACTS.digest(PROMPT[: 4 * len(params.remote_block_ids)], ("key", ""))
+        self.fetches.append((first, len(into), receiver))
 
     def close(self) -> None:
         pass
@@ -72,9 +76,10 @@ def test_blocks_are_found_once_they_are_whole() -> None:
     request = rig.ask()
     assert rig.arriving.awaits(request) and not rig.wire.fetches
     rig.arriving.step()
-    ((first, n, done),) = rig.wire.fetches
+    ((first, n, receiver),) = rig.wire.fetches
     assert (first, n) == (0, 3) and rig.arriving.awaits(request) and not len(rig.host)
-    done(True)
+    receiver.arrived(3)
+    receiver.done(True)
     assert rig.arriving.awaits(request), "until the scheduler's thread has seen it"
     rig.arriving.step()
     assert not rig.arriving.awaits(request) and len(rig.host) == 3
@@ -106,7 +111,10 @@ def test_what_did_not_arrive_whole_is_not_found(cause: str) -> None:
         rig.host.clear()
     if cause == "new weights":
         rig.arriving.stop()
-    rig.wire.fetches[0][2](cause != "failed")
+    receiver = rig.wire.fetches[0][2]
+    if cause != "failed":
+        receiver.arrived(3)
+    receiver.done(cause != "failed")
     rig.arriving.step()
     assert not rig.arriving.awaits(request)
     assert len(rig.host) == 0 and rig.host.n_free == 8 and rig.arriving.n_failed == 1
@@ -124,9 +132,69 @@ def test_a_request_waits_for_a_bounded_time_and_its_places_longer() -> None:
     rig.arriving.step()
     assert not rig.arriving.awaits(request) and not rig.arriving.awaits(behind)
     assert rig.host.n_free == 5, "somebody may still write there"
-    rig.wire.fetches[0][2](False)
+    rig.wire.fetches[0][2].done(False)
     rig.arriving.step()
     assert rig.host.n_free == 8 and not rig.arriving.n_under_way
+
+
+def test_each_piece_begins_the_wait_again_and_what_came_is_kept() -> None:
+    """Four seconds between pieces are in time; the two blocks before the break are found."""
+    rig = Rig()
+    request = rig.ask()
+    rig.arriving.step()
+    receiver = rig.wire.fetches[0][2]
+    for rig.now in (4.0, 8.0):
+        receiver.arrived(int(rig.now) // 4)
+        rig.arriving.step()
+    rig.now = 12.9
+    assert rig.arriving.awaits(request) and not len(rig.host), "nothing can be evicted before the end"
+    rig.now = 13.0
+    assert not rig.arriving.awaits(request)
+    receiver.done(False)
+    rig.arriving.step()
+    assert len(rig.host) == 2 and rig.host.n_free == 6
+    assert host_blocks(request, 0, rig.kv) == 2
+    assert (rig.arriving.n_failed, rig.arriving.n_blocks) == (1, 2)
+
+
+def proof(request: Request, token_id: int, prompt: Sequence[int] = PROMPT) -> str:
+    assert request.kv_transfer is not None
+    return FACTS.with_first_token(request.kv_transfer, token_id, prompt, ("key", "")).first_token_proof
+
+
+def test_a_first_token_that_comes_with_the_blocks_begins_the_output_once() -> None:
+    rig = Rig()
+    request = rig.ask()
+    assert rig.arriving.step() == []
+    receiver = rig.wire.fetches[0][2]
+    # Of another prompt that begins with the same blocks, of another token, and without a proof.
+    for wrong in (proof(request, 9, PROMPT[:12]), proof(request, 8), ""):
+        receiver.said(9, wrong)
+        assert rig.arriving.step() == []
+    for _ in range(2):
+        receiver.said(9, proof(request, 9))
+    assert rig.arriving.step() == [(request, 9)] and rig.arriving.awaits(request)
+    request.output_ids.append(9)
+    receiver.said(9, proof(request, 9))
+    assert rig.arriving.step() == []
+
+
+@pytest.mark.parametrize("why", ["several outputs", "it ends the output", "the request ends", "it runs"])
+def test_a_first_token_is_left_where_the_output_cannot_begin_with_it(why: str) -> None:
+    rig = Rig()
+    request = rig.ask()
+    assert request.kv_transfer is not None
+    if why == "several outputs":
+        request.kv_transfer = replace(request.kv_transfer, samples_first=True)
+    if why == "it ends the output":
+        request.end_token_ids = frozenset({9})
+    rig.arriving.step()
+    if why == "the request ends":
+        request.ending = FinishReason.CANCELLED
+    if why == "it runs":  # after its time, without its blocks
+        request.n_iterations = 1
+    rig.wire.fetches[0][2].said(9, proof(request, 9))
+    assert rig.arriving.step() == []
 
 
 def test_more_blocks_than_the_prompt_has_are_not_fetched() -> None:

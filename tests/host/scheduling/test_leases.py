@@ -1,7 +1,10 @@
 """Leases: bounded in bytes and in time, each for whoever knows its name and digest, once."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
 from orca_jax.request.request import FinishReason, Request
@@ -54,6 +57,25 @@ class Rig:
     def pack(self, blocks: Sequence[int], state: int | None) -> Packed:
         self.packed.append(Packed(blocks, state))
         return self.packed[-1]
+
+    def request(self, n_tokens: int, salt: tuple[str, ...] = (), **sampling: Any) -> Request:
+        """A request whose lease is offered early, with a row for the tokens from 0 on."""
+        request = Request(
+            request_id="r",
+            prompt_ids=tuple(range(n_tokens)),
+            max_tokens=n_tokens + 1,
+            sampling=SamplingParams(max_tokens=1, **sampling),
+            seed=0,
+            cache_salt=salt,
+            kv_transfer=KVTransferParams(do_remote_decode=True, offer_early=True),
+        )
+        (request.row,) = self.kv.reserve_sharing([(n_tokens, ())])
+        return request
+
+    def compute(self, request: Request, n_computed: int) -> list[Request]:
+        """Issue an iteration that computes a prompt up to so many tokens."""
+        n, request.n_computed = n_computed - request.n_computed, n_computed
+        return self.leases.offer([(request, n)])
 
     def grant(
         self,
@@ -147,6 +169,129 @@ def test_a_hybrid_s_lease_ends_at_its_last_snapshot_with_the_state_there() -> No
         lease = rig.leases.take(params.remote_request_id, digest)
         assert lease is not None and (lease.n_blocks, lease.n_parts) == (n_leased, n_leased + 1)
     assert rig.grant(15, ("none",))[0] is None, "no snapshot"
+
+
+def test_a_lease_grows_with_its_prompt_s_chunks() -> None:
+    rig = Rig(8)
+    request = rig.request(14, ("key",))
+    assert rig.compute(request, 6) == [request] and request.kv_lease is not None
+    params, digest = request.kv_lease, FACTS.digest(range(12), ("key",))
+    assert params.remote_block_ids == (0, 1, 2) and params.first_token_id is None
+    assert rig.leases.n_bytes == 3 * SIZE, "the memory of all its blocks"
+    lease = rig.leases.take(params.remote_request_id, digest)
+    assert lease is not None and rig.leases.wait(lease, 0, 0) == (1, False)
+    assert rig.leases.wait(lease, 1, 0) is None
+    assert rig.compute(request, 7) == [] and len(rig.packed) == 1, "no further block is full"
+    rig.compute(request, 9)
+    assert rig.leases.wait(lease, 1, 0) == (2, False)
+    blocks = rig.kv.block_table[request.row].tolist()
+    assert [each.blocks for each in rig.packed] == [[blocks[0]], [blocks[1]]]
+    rig.compute(request, 14)
+    assert rig.leases.wait(lease, 2, 0) is None, "the last blocks go with the first token"
+    request.output_ids.append(5)
+    rig.leases.grant(request, FinishReason.LENGTH)
+    assert rig.leases.wait(lease, 2, 0) == (3, True) == rig.leases.wait(lease, 3, 0)
+    assert [bytes(*lease.parts(i)) for i in range(3)] == [bytes([block] * SIZE) for block in blocks[:3]]
+    assert request.kv_lease is params and lease.first_token is not None
+    token_id, proof = lease.first_token
+    said = replace(params, first_token_id=token_id, first_token_proof=proof)
+    assert token_id == 5 == FACTS.first_token(said, range(14), ("key",))
+    rig.leases.sent(lease)
+    assert not rig.leases.n_bytes and not lease.pieces
+    assert (rig.leases.n_granted, rig.leases.n_taken, rig.leases.n_expired) == (1, 1, 0)
+
+
+def test_a_preempted_prompt_s_lease_goes_on_where_it_was() -> None:
+    rig = Rig(8)
+    request = rig.request(16)
+    rig.compute(request, 9)
+    rig.kv.release(request.row)
+    request.n_computed = 0
+    (request.row,) = rig.kv.reserve_sharing([(16, ())])
+    for n in (5, 8):
+        assert rig.compute(request, n) == [] and len(rig.packed) == 1
+    rig.compute(request, 16)
+    assert rig.packed[1].blocks == rig.kv.block_table[request.row, 2:4].tolist()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("cause", ["cancelled", "other weights", "its time", "newer leases"])
+def test_a_lease_that_does_not_become_whole_ends(cause: str, taken: bool) -> None:
+    rig = Rig(4)
+    request = rig.request(16)
+    rig.compute(request, 9)
+    assert request.kv_lease is not None
+    name, digest = request.kv_lease.remote_request_id, FACTS.digest(range(16), ())
+    lease = rig.leases.take(name, digest) if taken else None
+    if cause == "cancelled":
+        rig.leases.grant(request, FinishReason.CANCELLED)
+    if cause == "other weights":
+        rig.leases.stop()
+    if cause == "its time":
+        rig.now = 10.0
+        rig.leases.expire()
+    if cause == "newer leases":
+        assert (rig.grant(4)[0] is None) == taken, "what is being sent keeps its memory"
+    if lease is None:
+        assert rig.leases.take(name, digest) is None
+        assert rig.leases.n_bytes == SIZE * (cause == "newer leases") and rig.leases.n_expired == 1
+    elif cause in ("cancelled", "other weights"):
+        assert rig.leases.wait(lease, 0, 0) is None and rig.leases.n_bytes == 4 * SIZE
+        rig.leases.sent(lease)
+        assert rig.leases.n_bytes == 0
+    if cause == "cancelled":
+        return
+    n_packed = len(rig.packed)
+    assert rig.compute(request, 16) == [], "no second lease"
+    assert len(rig.packed) == n_packed + (taken and cause != "other weights")
+    request.output_ids.append(5)
+    rig.leases.grant(request, FinishReason.LENGTH)
+    if lease is not None and cause != "other weights":
+        assert rig.leases.wait(lease, 0, 0) == (4, True)
+        rig.leases.sent(lease)
+    assert rig.leases.n_bytes == SIZE * (cause == "newer leases" and not taken)
+
+
+def test_a_growing_lease_s_time_begins_again_with_each_chunk() -> None:
+    rig = Rig(8)
+    request, later = rig.request(16), rig.request(8, ("later",))
+    rig.compute(request, 5)
+    rig.now = 6.0
+    rig.compute(later, 8)
+    rig.now = 9.0
+    rig.compute(request, 9)
+    rig.now = 17.0
+    rig.leases.expire()
+    assert len(rig.leases) == 1
+    rig.now = 19.0
+    rig.leases.expire()
+    assert len(rig.leases) == 0 and rig.leases.n_bytes == 0
+
+
+def test_the_devices_hold_the_copies_of_two_iterations() -> None:
+    rig = Rig(20)
+    requests = [rig.request(16, (str(i),)) for i in range(2)]
+    for n in range(1, 5):
+        for request in requests:
+            request.n_computed = 4 * n
+        rig.leases.offer([(request, 4) for request in requests])
+        settled = [each.settled for each in rig.packed]
+        assert settled == [True] * 2 * max(0, n - 2) + [False] * 2 * min(n, 2)
+
+
+def test_only_who_asks_for_it_is_offered_a_lease_early() -> None:
+    rig = Rig(20)
+    request = rig.request(16)
+    request.kv_transfer = KVTransferParams(do_remote_decode=True)
+    assert rig.compute(request, 16) == [] and request.kv_lease is None and not rig.packed
+    request = rig.request(3)
+    assert rig.compute(request, 3) == [] and request.kv_lease is None, "no full block"
+    request = Rig(3).request(16)
+    assert rig.compute(request, 16) == [request]
+    assert Rig(3).leases.offer([(request, 0)]) == [], "it has a lease"
+    hybrid = Rig(20, n_snapshots=8)
+    request = hybrid.request(16)
+    assert hybrid.compute(request, 16) == [] and request.kv_lease is None, "its end tells how much travels"
 
 
 def test_leases_end_with_their_time_and_for_newer_ones() -> None:

@@ -4,7 +4,7 @@ The checked engine keeps a model of the cache: for each slot, the tokens that it
 row may only read slots that hold exactly its own tokens, and only write to blocks that no other row holds.
 With snapshots it keeps the same of each state of recurrent layers: a row goes on from exactly its own tokens.
 With a host tier it copies what slots and states hold out and in, as the workers do; a disk tier has files of
-the same, and prompts of other servers arrive there.
+the same, and prompts of other servers arrive there. Others take prompts from here while they are computed.
 """
 
 import ast
@@ -24,12 +24,13 @@ from orca_jax.request.kv_transfer import KVTransferParams, TransferFacts
 from orca_jax.request.request import FinishReason, Request, RequestState, Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.scheduling import serving_policy
-from orca_jax.scheduling.arriving_blocks import ArrivingBlocks
+from orca_jax.scheduling.arriving_blocks import ArrivingBlocks, Receiver
 from orca_jax.scheduling.blocks import round_up
 from orca_jax.scheduling.disk_tier import DiskTier
 from orca_jax.scheduling.engine_protocol import Iteration, Returned
 from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.leases import Lease, Leases
 from orca_jax.scheduling.restart import fail_all
 from orca_jax.scheduling.tier_costs import TierCosts
 from orca_jax.simulation.simulation import Shown, Simulation
@@ -65,6 +66,7 @@ class Trace:
     faults: tuple[int, ...]  # moments
     has_disk: bool = False  # a disk tier, below the host tier
     has_peer: bool = False  # another server, which has computed some prompts
+    has_taker: bool = False  # another server, which fetches some prompts
 
 
 def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
@@ -130,6 +132,7 @@ def random_trace(seed: int, switches: tuple[bool, bool, str, str]) -> Trace:
         faults=(rng.randrange(50),) if rng.random() < 0.1 else (),
         has_disk=random.Random(f"disk {seed}").random() < 0.5,
         has_peer=random.Random(f"peer {seed}").random() < 0.5,
+        has_taker=random.Random(f"taker {seed}").random() < 0.5,
     )
 
 
@@ -216,8 +219,8 @@ class Disk:
 class Peer:
     """Another server, and the wire to it: blocks arrive in pieces, late, too late, or not at all.
 
-    A lease's `remote_engine_id` is the number of its request. What arrives is written part by part, and what
-    is wrong is too: only a whole transfer may be found.
+    A lease's `remote_engine_id` is the number of its request. Some leases grow, and say the first token with
+    their last piece, or a wrong one that they cannot prove. What is after the last piece may be wrong.
     """
 
     FACTS = TransferFacts("a model", "a secret")
@@ -225,7 +228,7 @@ class Peer:
     def __init__(self, player: "Player", seed: int) -> None:
         self.player = player
         self.rng = random.Random(seed)
-        self.n_fetched = self.n_states = 0
+        self.n_fetched = self.n_states = self.n_in_part = 0
         self.under_way: list[list[int]] = []  # places
         self._place_of: dict[int, int] = {}  # by the id of its view
         self._views: list[memoryview] = []
@@ -251,8 +254,9 @@ class Peer:
         digest: bytes,
         first: int,
         into: Sequence[Sequence[memoryview]],
-        done: Callable[[bool], object],
+        receiver: Receiver,
         seconds: float,
+        seconds_each: float,
     ) -> None:
         player, clock = self.player, self.player.simulation.clock
         request = player.requests[int(params.remote_engine_id)]
@@ -262,6 +266,8 @@ class Peer:
         assert digest == self.FACTS.digest(tokens, request.cache_salt)
         ok = self.rng.random() < 0.75
         n_written = len(places) if ok else self.rng.randint(0, len(places))
+        grows = self.rng.random() < 0.5
+        n_arrived = n_written if ok or grows else 0  # the others are not known to be whole
         at = clock.now()
         self.under_way.append(places)
         for i, place in enumerate(places[:n_written]):
@@ -273,17 +279,135 @@ class Peer:
                 (request.cache_salt, *request.prompt_ids[: position + 1]) for position in positions
             ]
             clock.call_at(at, partial(player.engine.host.__setitem__, place, content))
+            if grows and i + 1 < n_arrived and self.rng.random() < 0.5:
+                clock.call_at(at, partial(receiver.arrived, i + 1))
+                clock.call_at(at + seconds_each, lambda: None)  # looks again
+        if places and ok and grows:
+            token_id, wrong = token_of(request, 0), self.rng.random() < 0.2
+            proof = self.FACTS.with_first_token(params, token_id, request.prompt_ids, request.cache_salt)
+            clock.call_at(at, partial(receiver.said, token_id + wrong, proof.first_token_proof))
 
         def end() -> None:
             self.under_way.remove(places)
-            self.n_fetched += len(places) if ok else 0
+            self.n_fetched += n_arrived
+            self.n_in_part += n_arrived * (not ok)
             self.n_states += ok and first + len(places) > len(params.remote_block_ids)
-            done(ok)
+            receiver.arrived(n_arrived)
+            receiver.done(ok)
 
         clock.call_at(at + self.rng.choice((0.0, 0.5, 0.5, 30.0)), end)
 
     def close(self) -> None:
         pass
+
+
+class Packed:
+    """Copies of what blocks held, and of a state."""
+
+    def __init__(self, contents: Sequence[Sequence[tuple[object, ...]]]) -> None:
+        self.contents = [repr([*content]).encode() for content in contents]
+
+    def settle(self) -> None:
+        pass
+
+    def parts(self, index: int) -> list[memoryview]:
+        return [memoryview(self.contents[index])]
+
+
+class Taker:
+    """Another server, which fetches prompts from here, often while they are computed, or does not.
+
+    It looks at every turn. What it gets has to be what the prompt's tokens gave, whatever became of the
+    request; some takers leave in the middle.
+    """
+
+    def __init__(self, player: "Player", seed: int) -> None:
+        self.player = player
+        self.rng = random.Random(f"taker {seed}")
+        kv, clock = player.simulation.kv, player.simulation.clock
+        self.leases = Leases(
+            kv,
+            Peer.FACTS,
+            self.pack,
+            block_bytes=1,
+            state_bytes=1,
+            most_bytes=self.rng.choice((4, 20, 20)),
+            seconds=self.rng.choice((3.0, 100.0)),
+            engine_id="",
+            address=("here", 7),
+            clock=clock.now,
+        )
+        self.wished = {i for i in range(len(player.trace.arrivals)) if self.rng.random() < 0.6}
+        self.early = {i for i in self.wished if self.rng.random() < 0.7}
+        self.taken: dict[Request, tuple[Lease, list[bytes]]] = {}
+        self.over: set[Request] = set()
+        self.n_sent = self.n_before_the_end = self.n_broken = self.n_first_tokens = 0
+
+    def wish(self, number: int) -> KVTransferParams | None:
+        if number not in self.wished:
+            return None
+        return KVTransferParams(do_remote_decode=True, offer_early=number in self.early)
+
+    def pack(self, blocks: Sequence[int], state: int | None) -> Packed:
+        engine, size = self.player.engine, self.player.simulation.kv.block_size
+        found = [[engine.content[b * size + i] for i in range(size)] for b in blocks]
+        return Packed(found if state is None else [*found, [engine.states[state]]])
+
+    def look(self) -> None:
+        """Take leases that are offered, and what is ready of those that are taken."""
+        self.leases.expire()
+        for request in self.player.requests:
+            params = request.kv_lease
+            if params is None or request in self.taken or request in self.over or self.rng.random() < 0.3:
+                continue
+            if self.rng.random() < 0.2:
+                self.over.add(request)  # nobody comes
+                continue
+            size = self.player.simulation.kv.block_size
+            tokens = request.prompt_ids[: len(params.remote_block_ids) * size]
+            lease = self.leases.take(params.remote_request_id, Peer.FACTS.digest(tokens, request.cache_salt))
+            if lease is None:
+                self.over.add(request)
+            else:
+                self.taken[request] = lease, []
+        for request, (lease, found) in [*self.taken.items()]:
+            ready = self.leases.wait(lease, len(found), 0)
+            if ready is not None:
+                self.n_before_the_end += not ready[1]
+                found += [bytes(part) for i in range(len(found), ready[0]) for part in lease.parts(i)]
+            leaves = self.rng.random() < 0.03
+            if lease.over or leaves or (ready is not None and ready[1]):
+                self.check(request, lease, found, whole=ready is not None and ready[1])
+                self.leases.sent(lease)
+                del self.taken[request]
+                self.over.add(request)
+
+    def check(self, request: Request, lease: Lease, found: Sequence[bytes], *, whole: bool) -> None:
+        size, n = self.player.simulation.kv.block_size, lease.n_blocks
+        expected = [
+            [(request.cache_salt, *request.prompt_ids[: i + 1]) for i in range(first, first + size)]
+            for first in range(0, n * size, size)
+        ]
+        if lease.n_parts > n:
+            expected.append([(request.cache_salt, *request.prompt_ids[: n * size])])
+        assert [*found] == [repr(each).encode() for each in expected[: len(found)]], "a wrong block was sent"
+        self.n_sent += len(found)
+        if not whole:
+            self.n_broken += 1
+            return
+        assert len(found) == lease.n_parts
+        assert request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        if lease.first_token is not None:
+            assert lease.first_token[0] == token_of(request, 0)
+            self.n_first_tokens += 1
+
+    def rest(self) -> None:
+        """Check that nothing is held once all requests have ended and all time is over."""
+        for _ in range(200):
+            self.look()
+        assert not self.taken and not self.leases._growing
+        self.leases.end_all()
+        assert not self.leases.n_bytes
 
 
 class CheckedEngine:
@@ -434,12 +558,18 @@ class Player:
             of_states = None if states is None or kv.snapshots is None else (kv.snapshots, states)
             kv.disk = DiskTier(blocks.tier, self.disk, blocks, of_states)
         self.peer = Peer(self, len(trace.arrivals))
+        self.begun: set[Request] = set()  # with a token of the peer
         self.arriving: ArrivingBlocks | None = None
         if trace.has_peer and blocks is not None:
             clock = self.simulation.clock
             self.arriving = kv.arriving = ArrivingBlocks(
                 kv, Peer.FACTS, blocks, self.peer, seconds=8.0, clock=clock.now, state_places=states
             )
+            self.note_begun(self.arriving)
+        self.taker: Taker | None = None
+        if trace.has_taker:
+            self.taker = Taker(self, len(trace.arrivals))
+            kv.leases = self.taker.leases
         self.n_moments = 0
         self.n_faults = 0
         self.asked_to_end: set[str] = set()
@@ -464,7 +594,19 @@ class Player:
                 request.kv_transfer = self.peer.params(i, arrival, kv.block_size)
                 self.simulation.clock.call_at(arrival.time, partial(self.arriving.ask, request))
                 self.simulation.clock.call_at(arrival.time + 8.0, lambda: None)  # looks again
+            if self.taker is not None and request.kv_transfer is None:
+                request.kv_transfer = self.taker.wish(i)
             self.simulation.add_at(arrival.time, request)
+
+    def note_begun(self, arriving: ArrivingBlocks) -> None:
+        step = arriving.step
+
+        def noting() -> list[tuple[Request, int]]:
+            begun = step()
+            self.begun.update(req for req, _ in begun)
+            return begun
+
+        arriving.step = noting
 
     def moment(self) -> None:
         self.n_moments += 1
@@ -510,6 +652,8 @@ class Player:
                 fail_all(self.scheduler)
                 turns = self.simulation.steps()
             self.check_turn()
+            if self.taker is not None:
+                self.taker.look()
             n_turns += 1
             assert n_turns <= limit, "no end in sight: a deadlock"
         self.check_rest()
@@ -525,11 +669,11 @@ class Player:
         fetches = [] if self.arriving is None else [*self.arriving._fetches.values()]
         if kv.host is not None:
             places = [*kv.host._place_of.values(), *kv.host._free]
-            places += [place for fetch in fetches for place in fetch.places]
+            places += [t.place for fetch in fetches for t in fetch.targets if t.tier is kv.host]
             assert sorted(places) == list(range(serving.n_host_blocks)), "a place was lost"
         if kv.host_states is not None:
             places = [*kv.host_states._place_of.values(), *kv.host_states._free]
-            places += [fetch.state[1] for fetch in fetches if fetch.state is not None]
+            places += [t.place for fetch in fetches for t in fetch.targets if t.tier is kv.host_states]
             assert sorted(places) == list(range(serving.n_host_states)), "a state's place was lost"
         assert scheduler.n_rsrv == len(held) * serving.block_size <= serving.n_slots
         assert len(admitted) <= serving.max_batch_size * self.trace.n_workers
@@ -538,7 +682,7 @@ class Player:
         waiting = [
             req
             for req in self.simulation.pool.in_arrival_order()
-            if req.row < 0 and (self.arriving is None or req.kv_transfer is None)
+            if req.row < 0 and (req.kv_transfer is None or not req.kv_transfer.do_remote_prefill)
         ]
         if serving.scheduling.scheduling_policy == "fcfs" and admitted and waiting:
             assert max(req.arrival for req in admitted) < min(req.arrival for req in waiting), "overtaken"
@@ -556,6 +700,8 @@ class Player:
         assert (len(self.simulation.pool), self.scheduler.n_rsrv, self.scheduler.n_scheduled) == (0, 0, 0)
         assert (kv.n_free_blocks, kv.n_free_rows) == (kv.n_blocks, kv.n_rows)
         assert not self.simulation.refused
+        if self.taker is not None:
+            self.taker.rest()
         if kv.snapshots is not None:
             assert len(kv.snapshots) == len(kv.snapshots.all_named()), "a snapshot that nobody can find"
             kv.forget()
@@ -566,6 +712,8 @@ class Player:
         for request, arrival in zip(self.requests, self.trace.arrivals, strict=True):
             deliveries = by_request[request.request_id]
             tokens = [token_id for _, token_id, _ in deliveries if token_id is not None]
+            if request in self.begun:
+                tokens.insert(0, token_of(request, 0))
             assert tokens == request.output_ids == [token_of(request, i) for i in range(len(tokens))]
             reasons = [reason for _, _, reason in deliveries]
             assert reasons[-1] is request.finish_reason is not None
@@ -577,7 +725,7 @@ class Player:
                     assert self.n_faults == 1
                 case reason:
                     assert reason is FinishReason.LENGTH and len(tokens) == arrival.n_output
-            assert request.n_cached < len(request.prompt_ids)
+            assert request.n_cached < len(request.prompt_ids) + (request in self.begun)
 
 
 # Of a model with recurrent layers.
@@ -697,6 +845,13 @@ def play_all(switches: tuple[bool, bool, str, str], n_traces: int) -> Counter[st
         seen["states read in"] += player.engine.n_states_read
         seen["arrived"] += player.peer.n_fetched
         seen["states arrived"] += player.peer.n_states
+        seen["arrived in part"] += player.peer.n_in_part
+        seen["begun elsewhere"] += len(player.begun)
+        if (taker := player.taker) is not None:
+            seen["sent"] += taker.n_sent
+            seen["sent before the end"] += taker.n_before_the_end
+            seen["sent in part"] += taker.n_broken
+            seen["first tokens sent"] += taker.n_first_tokens
         seen["evictions"] += prefixes.n_evictions if prefixes is not None else 0
         limit = player.trace.serving.max_batch_tokens
         seen["prompts longer than an iteration"] += sum(len(a.prompt) > limit for a in player.trace.arrivals)
@@ -717,6 +872,9 @@ def test_random_traces_keep_every_invariant(switches: tuple[bool, bool, str, str
     assert (seen["snapshots used"] > least and seen["snapshots evicted"] > 100) == prefixes
     assert (seen["read in"] > 20) == (seen["arrived"] > 20) == prefixes, seen
     assert (seen["states read in"] > 20) == (seen["states arrived"] > 5) == prefixes, seen
+    assert (seen["arrived in part"] > 2) == (seen["begun elsewhere"] > 20) == prefixes, seen
+    assert seen["sent"] > 200 and seen["sent in part"] > 10 and seen["first tokens sent"] > 20, seen
+    assert (seen["sent before the end"] > 20) == chunked, seen
     assert (seen["preemptions"] > 50) == (reservation == "on-demand")
     assert not chunked or seen["chunks"] > 50
     assert (seen["prompts longer than an iteration"] > 50) == chunked
