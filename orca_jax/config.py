@@ -400,7 +400,8 @@ class Sizes(SchedulingOptions, ServingOptions):
     ] = 30.0
     kv_transfer_seconds: Annotated[
         float,
-        "seconds in which a prompt must arrive from another server; it is computed here if it does not",
+        "seconds in which a prompt, and then each chunk, must come from another server; what does not is "
+        "computed here",
         *(check_timeout, In("serve")),
     ] = 10.0
     adapters: Annotated[

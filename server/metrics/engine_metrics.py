@@ -388,7 +388,7 @@ class EngineMetrics(TimelineObserver):
             ("kv_leases_taken", "Prompts that other servers fetched.", n_taken),
             ("kv_leases_expired", "Prompts that nobody fetched in time.", n_over),
             ("kv_transfers", "Prompts asked of other servers.", n_asked),
-            ("kv_transfers_failed", "Prompts that did not come, and were computed.", n_failed),
+            ("kv_transfers_failed", "Prompts that did not come whole, and were computed.", n_failed),
             ("kv_transfer_blocks", "Blocks that came from other servers.", n_blocks),
             ("state_snapshots_made", "Snapshots of recurrent layers' states.", n_made),
             ("state_snapshots_used", "Requests that began with a snapshot.", n_used),
