@@ -222,7 +222,8 @@ def test_blocks_that_came_before_the_end_are_kept_and_the_others_computed(
             chunks.llm.service.scheduler.kv.leases.stop()  # pyright: ignore[reportOptionalMemberAccess]
         chunks.goes_on.set()
         thread.join(30)
-    assert counts == [8 * 4]
+    # The third chunk's may come too before the scheduler has seen the end.
+    assert counts == [8 * 4] or (counts == [12 * 4] and cause == "cancelled")
     until(lambda: not len(leases(chunks.llm)) and not leases(chunks.llm).n_bytes, "the end of all leases")
     at_rest(decode)
 
