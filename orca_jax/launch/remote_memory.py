@@ -1,11 +1,14 @@
 # pyright: standard
 """The weights and caches of worker processes, which change with the orders of a new epoch."""
 
+import fcntl
 import json
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,13 +31,45 @@ from orca_jax.launch.module_update import ModuleWeights
 from orca_jax.launch.new_weights import check_adapters, check_arrays, check_replaceable, named_arrays
 from orca_jax.user_model.decoder import ModuleShapes
 
+_PREFIX = "orca-sent-weights-"  # of the names of temporary directories
+
 
 class _Files:
-    """A temporary directory, removed when nothing refers to it any more, or at exit."""
+    """A temporary directory, removed when nothing refers to it any more, or at exit.
+
+    A process that is killed leaves its own behind, with whole weights in it, perhaps in memory. So whoever
+    makes one removes those whose process has ended: while a process runs it holds a lock of its directory.
+    """
 
     def __init__(self) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="orca-weights-"))  # mode 0700
-        self.remove = weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
+        _remove_ownerless()
+        while True:
+            self.directory = Path(tempfile.mkdtemp(prefix=_PREFIX))  # mode 0700
+            lock = os.open(self.directory, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks, where nobody else gets it either
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if self.directory.exists():  # or another process found it before it was locked
+                break
+            os.close(lock)
+        self.remove = weakref.finalize(self, _remove, self.directory, lock)
+
+
+def _remove_ownerless() -> None:
+    """Remove the directories of processes that were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, another process's, or gone
+            lock = os.open(directory, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _remove(directory: Path, lock: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
 
 
 class RemoteMemory:
