@@ -126,7 +126,7 @@ def _of_trainer(
 ) -> dict[str, Callable[[], Any]]:
     table = parameter_table(model)
     expected = dict.fromkeys(name for stored in detected.names.values() for name in stored.names)
-    wrong = _absent(expected, arrays)
+    wrong = _absent(expected, {name: None for name in arrays if name not in detected.unused})
     made = dict[str, Callable[[], Any]]()
     for name, parameter in table.items():
         stored = detected.names[name]

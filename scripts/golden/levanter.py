@@ -1,24 +1,22 @@
 """Make the golden files of Levanter: tiny models saved by its `save_checkpoint`, and its forward pass.
 
-Needs `levanter` 1.2; the tests that read the files do not. One is saved layer by layer. The newest versions,
-which are not on the package index, put the arrays of a step into one OCDBT database in Zarr 3. The script
-writes one such checkpoint through JAX's serialization, which they use too, with their names and form.
+Needs `levanter` 1.2 for most of them; the tests that read the files do not. One is saved layer by layer.
+Newer versions are the package `marin-levanter` (pre-releases, on Python 3.12), which put all arrays of a
+step into one OCDBT database in Zarr 3. With it the script makes the models whose names end in `-database`.
 """
 
 # pyright: reportMissingImports=false
 
+import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import fsspec
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
-from levanter.checkpoint import _save_metadata, save_checkpoint
+from levanter.checkpoint import save_checkpoint
 from levanter.layers.attention import AttentionBackend, AttentionMask
 from levanter.layers.rotary import DefaultRotaryEmbeddingsConfig, Llama3RotaryEmbeddingsConfig
 from levanter.models.gemma import Gemma2Config, Gemma3Config, GemmaConfig
@@ -29,13 +27,14 @@ from levanter.models.qwen import Qwen3Config, QwenConfig
 
 from scripts.golden.trainers import CONFIG, GEMMA_CONFIG, drawn, finish, start
 
+_IS_MARIN = "max_seq_len" in {field.name for field in dataclasses.fields(LlamaConfig)}
 SIZES: dict[str, Any] = {
     "hidden_dim": 32,
     "intermediate_dim": 48,
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
-    "seq_len": 64,
+    "max_seq_len" if _IS_MARIN else "seq_len": 64,
     "head_dim": 8,
     "layer_norm_epsilon": 1e-5,
     "gradient_checkpointing": False,
@@ -55,6 +54,11 @@ LLAMA3_ROPE = {
 GEMMA: dict[str, Any] = {"layer_norm_epsilon": 1e-6, "tie_word_embeddings": True, "vocab_size": 96}
 _SEED = 1  # of the weights
 # Name, Levanter's configuration, and the fields of config.json.
+MIXTRAL: tuple[Any, dict[str, Any]] = (
+    MixtralConfig(**SIZES | {"intermediate_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}),
+    {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    | {"sliding_window": None, "intermediate_size": 16},
+)
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "levanter-llama": (
         LlamaConfig(**SIZES | {"rope": LLAMA3}),
@@ -67,11 +71,8 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         Qwen3Config(**SIZES | {"tie_word_embeddings": True}),
         {"model_type": "qwen3", "tie_word_embeddings": True},
     ),
-    "levanter-mixtral": (
-        MixtralConfig(**SIZES | {"intermediate_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}),
-        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-        | {"sliding_window": None, "intermediate_size": 16},
-    ),
+    "levanter-mixtral": MIXTRAL,
+    "levanter-mixtral-database": MIXTRAL,
     "levanter-gemma": (GemmaConfig(**SIZES | GEMMA), GEMMA_CONFIG | {"model_type": "gemma"}),
     "levanter-gemma2": (
         Gemma2Config(**SIZES | GEMMA | {"query_pre_attn_scalar": 8}),
@@ -86,28 +87,6 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def save_database(tree: Any, step: Path) -> None:
-    """Save a tree as one OCDBT database, with the names and the form of the newest versions."""
-    leaves = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda leaf: isinstance(leaf, hax.NamedArray)
-    )[0]
-    specs = [
-        {
-            "driver": "zarr3",
-            "kvstore": {
-                "driver": "ocdbt",
-                "base": {"driver": "file", "path": str(step)},
-                "path": jax.tree_util.keystr(path, simple=True, separator="/"),
-            },
-        }
-        for path, _ in leaves
-    ]
-    manager = GlobalAsyncCheckpointManager()
-    arrays = [leaf.array for _, leaf in leaves]
-    manager.serialize(arrays, specs, on_commit_callback=lambda: None)
-    manager.wait_until_finished()
-
-
 def save(name: str, config: Any, fields: dict[str, Any]) -> None:
     """Draw a model's weights, save them as a trainer does, and write what the model computes."""
     directory = start(name)
@@ -115,16 +94,8 @@ def save(name: str, config: Any, fields: dict[str, Any]) -> None:
     arrays, rest = eqx.partition(model, eqx.is_array)
     model = eqx.combine(jax.tree.map(jnp.asarray, drawn(arrays, _SEED)), rest)
     step = directory / "step-3"
-    if "database" in name:
-        save_database({"model": model}, step)
-        _save_metadata(str(step), fsspec.filesystem("file"), 3, False)
-    else:
-        state = {
-            "model": model,
-            "opt_state": {"mu": {"model": model.transformer.norm}},
-            "_step": jnp.array(3),
-        }
-        save_checkpoint(state, 3, str(step), is_temporary=False)
+    state = {"model": model, "opt_state": {"mu": {"model": model.transformer.norm}}, "_step": jnp.array(3)}
+    save_checkpoint(state, 3, str(step), is_temporary=False)
     position = hax.Axis("position", 64)
 
     @eqx.filter_jit
@@ -146,6 +117,6 @@ def make_files(only: Sequence[str]) -> None:
     jax.config.update("jax_default_matmul_precision", "highest")
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     for name, (config, fields) in MODELS.items():
-        if not only or name in only:
+        if name.endswith("-database") == _IS_MARIN and (not only or name in only):
             with jax.set_mesh(mesh):
                 save(name, config, fields)

@@ -12,6 +12,7 @@ from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.easydel import HEAD as EASYDEL_HEAD
 from orca_jax.families.trainers.easydel import easydel_names
 from orca_jax.families.trainers.gemma import gemma_names, published
+from orca_jax.families.trainers.levanter import FLAG as LEVANTER_FLAG
 from orca_jax.families.trainers.levanter import levanter_names
 from orca_jax.families.trainers.maxtext import maxtext_names
 from orca_jax.families.trainers.names import is_gemma
@@ -73,9 +74,11 @@ def detect(model: ModelConfig, stored: Collection[str], interleaved: bool | None
     def with_ends(name: str) -> str:
         return f"{before}{name}{after}"
 
-    rename, unused = with_ends, ()
+    rename = with_ends
+    unused: tuple[str, ...] = ()
     if "token_embeddings" in match[0]:
         layout: Layout = "levanter"
+        unused = tuple(name for name in stored if name.startswith(before) and name.endswith(LEVANTER_FLAG))
     elif "embed_tokens" in match[0]:
         layout = "easydel"
         unused = (with_ends(EASYDEL_HEAD),) if model.embedding.tied else ()

@@ -13,6 +13,8 @@ from orca_jax.families.stored_name import StoredName
 from orca_jax.families.trainers.array_form import ArrayForm
 from orca_jax.families.trainers.names import array, arrays, is_gemma, mixture_of, queries_keys_values
 
+FLAG = ".inference"  # of modules that compute otherwise in training: saved as an array, and no weight
+
 
 def levanter_names(model: ModelConfig, *, stacked: bool) -> dict[str, StoredName]:
     """The arrays of each weight. Raises UnsupportedModel."""
