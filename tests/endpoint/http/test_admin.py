@@ -1,6 +1,7 @@
 """The operator's routes, which exist only with an admin key: new weights, sleep and pause."""
 
 import json
+import socket
 import threading
 from typing import Any
 
@@ -120,6 +121,37 @@ def test_pause_and_sleep() -> None:
         assert post(client, "wake_up")[1]["asleep"] == 0
         assert client.post("/v1/completions", json=BODY, headers=USER).status_code == 200
         assert client.get("/ready").json() == {"status": "ready"}
+
+
+class _SlowMemory(FakeMemory):
+    """A memory that reports when an update has begun, and waits before it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def _install(self, weights: object) -> None:
+        self.began.set()
+        assert self.go.wait(SOON)
+        super()._install(weights)
+
+
+@pytest.mark.parametrize("lacks", [1, 0], ids=["before its request is whole", "after it"])
+def test_a_trainer_that_dies_has_updated_if_its_request_was_whole(lacks: int) -> None:
+    memory = _SlowMemory()
+    body = json.dumps({"directory": "/new"}).encode()
+    lines = ("POST /admin/update_weights HTTP/1.1", "Host: a", f"Authorization: {ADMIN['Authorization']}")
+    lines += ("Content-Type: application/json", f"Content-Length: {len(body)}", "", "")
+    with serving(memory=memory, **KEYS) as server, connected(server) as client:
+        url = httpx2.URL(server.url)
+        with socket.create_connection((url.host, url.port or 80)) as trainer:
+            trainer.sendall("\r\n".join(lines).encode() + body[: len(body) - lacks])
+            assert lacks or memory.began.wait(SOON)
+        memory.go.set()
+        version = 1 - lacks
+        until(lambda: server.service.scheduler.weights_version == version, "the update")
+        assert client.get("/admin/state", headers=ADMIN).json()["weights_version"] == version
+        assert memory.weights == ("first" if lacks else "/new") and memory.began.is_set() == (not lacks)
 
 
 @pytest.mark.parametrize("running", ["finish", "abort"])
