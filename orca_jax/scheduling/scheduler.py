@@ -97,10 +97,10 @@ class Scheduler:
         """
         activity = self.pool.activity()  # read before the pool, so that later arrivals interrupt the wait
         ended = self.end_cancelled()
-        if self.kv.disk is not None:
-            self.kv.disk.step()
         if self.kv.arriving is not None and (begun := self.kv.arriving.step()):
             self._begin_with(begun)
+        if self.kv.disk is not None:  # whose blocks may take the places that have become free
+            self.kv.disk.step()
         choice = self._next_rows()  # line 4
         self.timeline.interrupted(choice.preempted, "preempted")
         for req in choice.preempted:
