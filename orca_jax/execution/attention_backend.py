@@ -22,8 +22,9 @@ from orca_jax.execution.attention_paths import (
     LatentKernel,
     Native,
     PureJax,
+    Sparse,
 )
-from orca_jax.families.attention_config import KVCode, Latent
+from orca_jax.families.attention_config import Indexer, KVCode, Latent
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.kv_cache import dtype_on_cpu
 from orca_jax.native import plain_latent
@@ -80,13 +81,14 @@ Feature = Literal[
     "attention that is not causal",
     "a window on both sides",
     "latent keys and values",
+    "keys that an indexer selects",
     "keys and values in eight bits",
     "heads that differ by layer",
 ]
 _EVERY_FEATURE = frozenset(get_args(Feature))
 _CAUSAL_AND_UNBIASED = _EVERY_FEATURE - {
     *("ALiBi", "a relative bias", "attention that is not causal", "latent keys and values"),
-    "a window on both sides",
+    *("a window on both sides", "keys that an indexer selects"),
     *("keys and values in eight bits", "heads that differ by layer", "attention in chunks"),
 }
 _KERNEL = _EVERY_FEATURE - {
@@ -97,7 +99,8 @@ _KERNEL = _EVERY_FEATURE - {
 # The features of each path, beyond causal attention with as many K/V heads as query heads. The kernels' work
 # lists and cuDNN's masks assume causal attention, all plan their work for heads of one size in all layers,
 # and none adds a bias to scores or has a scale for each key and value. cuDNN does not support heads as large
-# as a latent key, or values that are read from the keys. The kernel divides the results of unsplit rows by
+# as a latent key, or values that are read from the keys. Beside every path for latent keys the keys that an
+# indexer selects are attended to in pure JAX (`Sparse`). The kernel divides the results of unsplit rows by
 # their softmax sums before a sink could be added to these.
 KNOWN_FEATURES: dict[Attention, frozenset[Feature]] = {
     "native": _EVERY_FEATURE - {"a window on both sides"},
@@ -131,6 +134,7 @@ def features_of(config: ModelConfig) -> tuple[Feature, ...]:
         "attention that is not causal": not all(kind.causal for kind in kinds),
         "a window on both sides": any(not kind.causal and kind.scores.window is not None for kind in kinds),
         "latent keys and values": config.attention.latent is not None,
+        "keys that an indexer selects": config.attention.indexer is not None,
         "keys and values in eight bits": config.attention.kv_code is not None,
         "heads that differ by layer": len(_heads_of(config)) > 1,
     }
@@ -184,12 +188,13 @@ def choose_attention(
     sizes = (*heads, block_size, np.dtype(dtype).name, deterministic)
     own = config.attention
     others = tuple((head_size, n * n_heads // config.n_heads) for head_size, n in _heads_of(config)[1:])
-    model = _OnDevice(device, *sizes, features_of(config), windows, own.latent, own.kv_code, others)
+    kinds = (own.latent, own.kv_code, others, own.indexer)
+    model = _OnDevice(device, *sizes, features_of(config), windows, *kinds)
     reasons: list[str] = []
     for kind in (forced,) if forced is not None else _preferred(device):
         reason = model.refusal(kind)
         if reason is None:
-            path, description = model.path(kind)
+            path, description = model.path_with_indexer(kind)
             return AttentionChoice(path, kind, ": ".join([description, *reasons][:2]))
         if forced is not None:
             raise ConfigError(
@@ -226,11 +231,21 @@ class _OnDevice(NamedTuple):
     latent: Latent | None = None
     kv_code: KVCode | None = None
     others: tuple[tuple[int, int], ...] = ()  # further sizes of heads and numbers of K/V heads
+    indexer: Indexer | None = None
 
     @property
     def value_part(self) -> int | None:
         """Size of a value that is the first elements of its key; None if values are stored separately."""
         return None if self.latent is None else self.latent.rank
+
+    def path_with_indexer(self, kind: Attention) -> tuple[AttentionPath, str]:
+        """The path of a kind that `refusal` does not refuse, with the selection of keys, if there is one."""
+        path, description = self.path(kind)
+        if self.indexer is None:
+            return path, description
+        top_k, follow = self.indexer.top_k, kind in ("native", "follow_lengths")
+        sparse = Sparse(path, top_k, self.block_size, follow)
+        return sparse, f"{description}, beyond {top_k} keys those that an indexer selects, in pure JAX"
 
     def path(self, kind: Attention) -> tuple[AttentionPath, str]:
         """The path of a kind that `refusal` does not refuse, and its description."""

@@ -22,6 +22,7 @@ from orca_jax.model.context import Attend, AttendAndPlace
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.latent import ByRow, plain_attention
 from orca_jax.model.rotation import Rotation
+from orca_jax.model.selection import Batch, selecting
 from orca_jax.native.place import native_place
 from orca_jax.native.plain_latent import native_plain_latent
 from orca_jax.native.split_attention import native_split_attention
@@ -217,6 +218,44 @@ class LatentByRow(AttentionPath):
             return plain_attention(q, cache, *rows, scale=layer.scale)
 
         return ByRow(self.absorbed.bind(layout, batch, words), plain, slab, -(-ends[-1] // size))
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse(AttentionPath):
+    """Attention to the `top_k` keys of each query that an indexer selects, in pure JAX (model/selection.py).
+
+    Rows with at most that many keys take the path `dense`. With `follow_lengths` each row takes its own way;
+    otherwise all rows of a layout do, by the longest context that the layout holds.
+    """
+
+    dense: AttentionPath
+    top_k: int
+    block_size: int
+    follow_lengths: bool
+
+    def _is_dense(self, layout: FlatLayout) -> bool:
+        """Whether no row of the layout can have more keys than it selects."""
+        return layout.max_blocks * self.block_size <= self.top_k
+
+    def n_words(self, layout: FlatLayout) -> int:
+        return self.dense.n_words(layout) if self._is_dense(layout) else 0
+
+    def words(self, layout: FlatLayout, batch: FlatArrays) -> npt.NDArray[np.int32]:
+        if not self._is_dense(layout):
+            return np.zeros(0, np.int32)
+        return self.dense.words(layout, batch)
+
+    def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
+        if self._is_dense(layout):
+            return self.dense.bind(layout, batch, words)
+        selects = batch.kv_length > (self.top_k if self.follow_lengths else 0)
+        dense = None
+        if self.follow_lengths:
+            others = batch._replace(kv_length=jnp.where(selects, 0, batch.kv_length))
+            dense = self.dense.bind(layout, others, words)
+        rows = (batch.block_table, batch.row_start, batch.kv_length, selects)
+        sizes = (layout.n_tokens, layout.one_each, self.follow_lengths)
+        return selecting(Batch(*rows, *sizes), self.top_k, self.block_size, dense)
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,47 @@ class Latent:
         return (n_tokens >= FEWEST_PLAIN) & fewer
 
 
+_INDEX_NORM = Norm(eps=1e-6)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Indexer:
+    """The part of sparse attention that selects the keys of each query (DeepSeek-V3.2, equation 1).
+
+    A token has an index key of `head_size` elements: a projection of its hidden state, after a LayerNorm. The
+    score of a key for a query is sum_h w_h relu(q_h . k) over `n_heads` index queries, which are projected
+    from latent attention's compressed query, with weights w projected from the hidden state. Attention then
+    sees the `top_k` keys of the greatest scores among those up to the query, the earlier of equal ones. The
+    first elements of queries and keys are rotated as attention's are, in pairs that may be `interleaved`.
+
+    A `shared` indexer has no weights and no index keys: its layer sees the keys that the nearest layer before
+    it with an indexer of its own has selected (GLM-5.2).
+    """
+
+    n_heads: int
+    head_size: int
+    top_k: int
+    interleaved: bool = False
+    norm: Norm = _INDEX_NORM
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "head_size", "top_k"):
+            check_size(f"index_{name}", getattr(self, name))
+        if self.norm.kind != "layer_norm" or not self.norm.has_bias:
+            raise ConfigError("the norm of index keys must be a LayerNorm with a bias")
+
+    @property
+    def key_size(self) -> int:
+        """Elements of a token's index key in this layer's cache."""
+        return 0 if self.shared else self.head_size
+
+    @property
+    def scale(self) -> float:
+        """The factor on the sum of weighted scores."""
+        return (self.head_size * self.n_heads) ** -0.5
+
+
 def latent_attention(latent: Latent, *, n_heads: int, rotary: Rotary, **other: Any) -> "Attention":
     """Attention of `n_heads` query heads to one compressed K/V head; `other` goes to Attention."""
     return Attention(
@@ -212,7 +253,8 @@ class Attention:
 
     With a `value_norm` each head's value passes an RMSNorm without a scale, whose eps that is. With
     `values_are_keys` a value is its key before norm and rotation. With `kv_from` the layer has no keys and
-    values of its own, and attends to those of the earlier layer of this index (all three: Gemma 4).
+    values of its own, and attends to those of the earlier layer of this index (all three: Gemma 4). With an
+    `indexer`, which needs latent attention, a query sees only the keys that it selects.
     """
 
     n_heads: int
@@ -231,6 +273,7 @@ class Attention:
     value_norm: float | None = None
     values_are_keys: bool = False
     kv_from: int | None = None
+    indexer: Indexer | None = None
 
     def __post_init__(self) -> None:
         for name in ("n_heads", "n_kv_heads", "head_size", "kv_repeats"):
@@ -255,6 +298,8 @@ class Attention:
         if self.latent is not None:
             self._check_latent(self.latent)
         self._check_values()
+        if self.indexer is not None:
+            self._check_indexer(self.indexer)
 
     def _check_values(self) -> None:
         own = (self.value_norm, self.values_are_keys, self.kv_from)
@@ -269,6 +314,15 @@ class Attention:
             check_whole("the layer whose keys and values another one takes", self.kv_from, 0, 1 << 20)
             if self.value_norm is not None or self.values_are_keys:
                 raise ConfigError("a layer with another layer's keys and values has no values of its own")
+
+    def _check_indexer(self, indexer: Indexer) -> None:
+        if self.latent is None or self.latent.query_rank is None:
+            raise ConfigError("an indexer needs latent attention with compressed queries (q_lora_rank)")
+        if self.latent.rotary_size > indexer.head_size:
+            raise ConfigError(
+                f"index_head_size is {indexer.head_size}; it must be at least the {self.latent.rotary_size} "
+                "elements that are rotated"
+            )
 
     def _check_latent(self, latent: Latent) -> None:
         if self.n_kv_heads != self.kv_repeats or self.head_size != latent.width:
@@ -325,10 +379,13 @@ class Attention:
 
     @property
     def cached_width(self) -> int:
-        """Elements that a layer caches for a token: its keys and values, or its compressed vector."""
+        """Elements that a layer caches for a token: keys and values, or compressed vector and index key."""
         if self.kv_from is not None:
             return 0
-        return self.kv_width if self.latent is not None else 2 * self.kv_width
+        if self.latent is None:
+            return 2 * self.kv_width
+        index = 0 if self.indexer is None else self.n_kv_heads * self.indexer.key_size
+        return self.kv_width + index
 
     def cached_bytes(self, itemsize: int) -> int:
         """Bytes that a layer caches for a token, in a model whose elements have `itemsize` bytes."""

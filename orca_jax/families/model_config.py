@@ -32,6 +32,7 @@ _FIXED = (
     "weights cannot be replaced while experts are packed in MXFP4; load the model without "
     'load_format="packed"'
 )
+SELECTED_DIGITS = 3  # a selected key's position, in digits of 256, which elements of any dtype hold exactly
 _LAYER = re.compile(r"(encoder\.)?layers\.\d+\.")
 # The names of a layer's norms by the form of its residual.
 _NORMS: dict[str, tuple[str, ...]] = {
@@ -223,6 +224,12 @@ class Layer:
     def rotary(self) -> Rotary | None:
         """The rotary positions of its attention; None without them, or without attention."""
         return None if self.attention is None else self.attention.rotary
+
+    @property
+    def takes_selection(self) -> bool:
+        """Whether its queries see the keys that an earlier layer's indexer has selected."""
+        indexer = None if self.attention is None else self.attention.indexer
+        return indexer is not None and indexer.shared
 
     @property
     def has_whole_experts(self) -> bool:
@@ -504,6 +511,13 @@ class ModelConfig:
                     f"layer {i} takes the keys and values of layer {own.kv_from}, whose heads differ"
                 )
 
+        first = next((layer.attention for layer in self.layers if layer.attention is not None), None)
+        if first is not None and first.indexer is not None and first.indexer.shared:
+            raise ConfigError("the first layer takes the keys that an earlier layer selected; there is none")
+        kinds = {one.indexer and replace(one.indexer, shared=False) for one in self.attentions}
+        if len(kinds) > 1:
+            raise ConfigError("layers with different indexers, or with and without one, are not supported")
+
     def _check_encoder(self) -> None:
         if self.encoder is not None and self.has_state:
             raise ConfigError("recurrent layers in a model with an encoder are not supported")
@@ -619,7 +633,22 @@ class ModelConfig:
     def carried_size(self) -> int:
         """Elements of a token that `Transformer.last_layer` takes: x, and what else the layer needs."""
         beside = self.hidden_size if self.layers[-1].has_both else 0
-        return self.hidden_size + beside + (self.input_size or 0)
+        return self.hidden_size + beside + (self.input_size or 0) + self.selected_size
+
+    @property
+    def selected_size(self) -> int:
+        """Elements that carry the keys which the last layer takes from an earlier one; 0 if it selects."""
+        attention = self.layers[-1].attention
+        indexer = None if attention is None else attention.indexer
+        return SELECTED_DIGITS * indexer.top_k if indexer is not None and indexer.shared else 0
+
+    def selection_of(self, layer: int) -> int:
+        """The layer that selects the keys which a layer sees: itself, or the one whose selection it takes."""
+        own = range(layer, -1, -1)
+        kinds = ((i, self.layers[i].attention) for i in own)
+        return next(
+            (i for i, one in kinds if one and not (one.indexer is not None and one.indexer.shared)), layer
+        )
 
     def memory_of(self, layer: int) -> int:
         """The layer whose cache a layer reads: itself, or the one whose keys and values it takes."""

@@ -30,6 +30,11 @@ def next_token_model(model: ModelConfig) -> ModelConfig:
             "speculative is 'mtp', which needs a decoder without recurrent layers and with rotary positions; "
             "choose ngram, suffix or draft:MODEL"
         )
+    if model.selected_size:
+        raise ConfigError(
+            "speculative is 'mtp', and the model's last layer takes the keys that an earlier layer selects, "
+            "which a head of one layer lacks; choose ngram, suffix or draft:MODEL"
+        )
     return replace(
         model,
         layers=(replace(model.layers[-1], forms=()),),

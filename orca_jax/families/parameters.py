@@ -17,6 +17,7 @@ An axis is written in letters, and its size is their product; a digit is a size,
     R  heads of a recurrence              T  elements of a head's result
     O  elements of all heads' results     I  rows of a recurrence's projections together
     s  elements of the states that a head reads     v  tokens that it can draft
+    q  elements of all index queries      k  size of an index key    w  index queries, with a weight each
 
 Matrices are [out, in]. An axis with one of the letters in SPLIT is split over a stage's devices (ORCA 4.1,
 Figure 6): QKV and up projections by their outputs, that is by heads and by feed-forward units; out and down
@@ -34,7 +35,8 @@ the keys, then the values.
 
 Latent attention keeps a checkpoint's order of heads. `q_b` [N Q, A] (without compression `q` [N Q, H]) has
 for each head its unrotated rows, then its rotated rows; `kv_b` [N M, C] has for each head the rows of its
-key, then of its value. `q_a` [A, H] and `kv_a` [L, H] compress; each device holds them whole.
+key, then of its value. `q_a` [A, H] and `kv_a` [L, H] compress. Each device holds them whole, and an indexer
+too: `index_q` [q, A], `index_k` [k, H] and `index_weights` [w, H].
 
 A recurrent mixer is split by heads too: R, O, I and B. Where a projection or a convolution has several kinds
 of rows, such as queries, keys and values, the rows are in the order of devices (`share_rows`).
@@ -94,7 +96,7 @@ _LAYER = re.compile(r"(encoder\.)?layers\.(\d+)\.")
 ENCODER = "encoder."
 _XIELU_NUMBERS = 4  # two alphas before their softplus, beta, and the bound of the exponential's argument
 FLAT_HEADS = "KGD"  # query heads in a checkpoint's order
-_READ_WHOLE = ("kv_b.weight", "router.weight")
+_READ_WHOLE = ("kv_b.weight", "router.weight", "index_weights.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,8 @@ def attention_sizes(attention: Attention) -> dict[str, int]:
             **{"A": latent.query_rank or 0, "C": latent.rank, "L": latent.width},
             "M": latent.plain_size + latent.value_size,
         }
+    if (indexer := attention.indexer) is not None:
+        sizes |= {"q": indexer.n_heads * indexer.head_size, "k": indexer.head_size, "w": indexer.n_heads}
     return sizes
 
 
@@ -274,7 +278,8 @@ def packable_weights(config: ModelConfig) -> dict[str, Parameter]:
     """The weights that may have a form other than dense: matrices that products and look-ups alone read.
 
     Their shapes are those of dense weights, as far as `config` has no forms. The router, whose logits decide
-    for all of a token, and latent attention's `kv_b`, which attention itself reads, are not among them.
+    for all of a token, and latent attention's `kv_b`, which attention itself reads, are not among them. Nor
+    is the matrix of index queries' weights, which is small and decides what a token sees.
     """
     return {
         name: one
@@ -355,6 +360,10 @@ def _of_attention(layer: Layer, attention: Attention, sizes: Mapping[str, int]) 
             linear("q_a", ("A",), ("H",), attention.qkv_bias)
             linear("q_b", ("NQ",), ("A",), False)
         linear("kv_a", ("L",), ("H",), attention.qkv_bias)
+        if attention.indexer is not None and not attention.indexer.shared:
+            linear("index_k", ("k",), ("H",), False)
+            linear("index_q", ("q",), ("A",), False)
+            linear("index_weights", ("w",), ("H",), False)
         linear("kv_b", ("NM",), ("C",), False)
         linear("out", ("H",), ("NW",), attention.out_bias)
     if cross is not None:
@@ -381,6 +390,8 @@ def _beside_attention(attention: Attention, sizes: Mapping[str, int]) -> dict[st
         if latent.query_rank is not None:
             found |= _norm("q_a_norm", latent.norm, sizes, axes=("A",))
         found |= _norm("kv_a_norm", latent.norm, sizes, axes=("C",))
+        if attention.indexer is not None and not attention.indexer.shared:
+            found |= _norm("index_k_norm", attention.indexer.norm, sizes, axes=("k",))
     return found
 
 

@@ -169,6 +169,30 @@ def _gpt_oss(n_layers: int, n_experts: int) -> ModelConfig:
     return model_of({**_GPT_OSS, "num_hidden_layers": n_layers, "num_local_experts": n_experts})
 
 
+def _glm5(n_positions: int, rope_theta: float, **other: Any) -> ModelConfig:
+    """GLM-5, of which later versions have longer contexts, and layers that share what an indexer selects."""
+    return model_of(
+        {
+            "model_type": "glm_moe_dsa",
+            "vocab_size": 154_880,
+            "max_position_embeddings": n_positions,
+            "hidden_size": 6144,
+            "num_hidden_layers": 78,
+            "num_attention_heads": 64,
+            "intermediate_size": 12_288,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "rope_theta": rope_theta,
+            **other,
+        }
+    )
+
+
 def _glm45(
     hidden_size: int, n_layers: int, ffn_size: int, expert_size: int, n_experts: int, **other: Any
 ) -> ModelConfig:
@@ -680,6 +704,36 @@ PRESETS: dict[str, ModelConfig] = {
             "eos_token_id": 1,
         }
     ),
+    # DeepSeek-V3 with an indexer, 672 billion parameters; GLM-5, 744 billion, 40 active.
+    "deepseek-v3.2": model_of(
+        {
+            "model_type": "deepseek_v32",
+            "vocab_size": 129_280,
+            "max_position_embeddings": 163_840,
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "intermediate_size": 18_432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 40.0,
+                "original_max_position_embeddings": 4096,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+    ),
+    "glm-5": _glm5(202_752, 1e6),
+    "glm-5.2": _glm5(1_048_576, 8e6, index_topk_freq=4, index_skip_topk_offset=3),
     "t5-small": _t5(512, 6, 8, 2048),
     "t5-base": _t5(768, 12, 12, 3072),
     "t5-large": _t5(1024, 24, 16, 4096),

@@ -42,6 +42,7 @@ from orca_jax.families.mixtures.flex_olmo import FLEX_OLMO
 from orca_jax.families.mixtures.glm4_moe import GLM4_MOE, GLM4_MOE_LITE
 from orca_jax.families.mixtures.gpt_oss import GPT_OSS
 from orca_jax.families.mixtures.granite_hybrid import GRANITE_HYBRID
+from orca_jax.families.mixtures.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from orca_jax.families.mixtures.lfm2_moe import LFM2_MOE
 from orca_jax.families.mixtures.llama4 import LLAMA4, LLAMA4_TEXT
 from orca_jax.families.mixtures.minimax_m2 import MINIMAX_M2
@@ -111,6 +112,8 @@ _families: dict[str, Family] = {
         MISTRAL4,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         MINIMAX_M2,
         ERNIE4_5_MOE,
         FLEX_OLMO,

@@ -37,6 +37,14 @@ class Tilings(NamedTuple):
     increment: Tiling
     initiation: tuple[Tiling, ...]  # largest first
 
+    def within(self, n_tokens: int) -> "Tilings":
+        """The tilings for a bucket of `n_tokens`: no tile has more queries than that."""
+        # Of the tilings that would hold the whole bucket, only the smallest is needed.
+        needed = self.initiation[sum(tiling.queries >= n_tokens for tiling in self.initiation[1:]) :]
+        return Tilings(
+            self.increment, tuple(replace(each, queries=min(each.queries, n_tokens)) for each in needed)
+        )
+
 
 _ALL = 1 << 30
 _TILINGS = {
@@ -58,13 +66,7 @@ _TILINGS = {
 
 
 def _tilings(n_tokens: int, *, follow_lengths: bool) -> Tilings:
-    """The tilings for a bucket of `n_tokens`: no tile has more queries than that."""
-    increment, initiation = _TILINGS[follow_lengths]
-    # Of the tilings that would hold the whole bucket, only the smallest is needed.
-    needed = initiation[sum(tiling.queries >= n_tokens for tiling in initiation[1:]) :]
-    return Tilings(
-        increment, tuple(replace(tiling, queries=min(tiling.queries, n_tokens)) for tiling in needed)
-    )
+    return _TILINGS[follow_lengths].within(n_tokens)
 
 
 class Tiles(NamedTuple):
@@ -86,16 +88,27 @@ def attention_work(
     row_start: jax.Array, kv_length: jax.Array, n_tokens: int, *, follow_lengths: bool
 ) -> AttentionWork:
     """Cut the rows into tiles: `row_start` [R + 1], `kv_length` [R] int32, of a bucket of `n_tokens`."""
+    return tiles_of_rows(row_start, kv_length, n_tokens, _tilings(n_tokens, follow_lengths=follow_lengths))
+
+
+def tiles_of_rows(
+    row_start: jax.Array,
+    kv_length: jax.Array,
+    n_tokens: int,
+    tilings: Tilings,
+    only: jax.Array | None = None,
+) -> AttentionWork:
+    """Cut the rows, or `only` some [R] bool, into tiles of these sizes, which `within` has bounded."""
     n_rows = kv_length.shape[0]
     input_length = jnp.diff(row_start)
+    if only is not None:
+        input_length = jnp.where(only, input_length, 0)
     single = input_length == 1
 
     # Sorted by length, because the tiles of one trip take as long as the longest.
     order = jnp.argsort(jnp.where(single, -kv_length, 1)).astype(jnp.int32)
     increment_row = jnp.where(single[order], order, n_rows)
     increment_start = row_start[order]
-
-    tilings = _tilings(n_tokens, follow_lengths=follow_lengths)
 
     def trips(row: jax.Array, start: jax.Array, n: jax.Array, tiling: Tiling) -> Tiles:
         abreast = min(tiling.abreast, len(row))

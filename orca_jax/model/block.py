@@ -207,10 +207,14 @@ class LayerOutput(NamedTuple):
     chosen: jax.Array | None  # [T, k] or [R, k] int32; None without experts
     # [T, H] a recurrent layer's sum after its mixer, if only R tokens leave the layer
     mixed: jax.Array | None = None
+    selected: jax.Array | None = None  # [T, top_k] keys that its indexer selects, or that it was given
 
 
-# The block, whether only wanted tokens leave it, x, its cache, rotation, and the layer's own input.
-RunBlock = Callable[[Block, bool, jax.Array, LayerMemory, Rotation | None, jax.Array | None], LayerOutput]
+# The block, whether only wanted tokens leave it, x, its cache, rotation, the layer's own input, and the keys
+# that an earlier layer selected.
+RunBlock = Callable[
+    [Block, bool, jax.Array, LayerMemory, Rotation | None, jax.Array | None, jax.Array | None], LayerOutput
+]
 
 
 def run_blocks(iteration: Iteration) -> RunBlock:
@@ -229,11 +233,15 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         cache: LayerMemory,
         rotation: Rotation | None,
         layer_input: jax.Array | None,
+        selected: jax.Array | None,
     ) -> LayerOutput:
         block = nnx.merge(graph, weights)
-        ctx = iteration.context(block.config, x, cache, rotation, layer_input, only_wanted=only_wanted)
+        ctx = iteration.context(
+            block.config, x, cache, rotation, layer_input, only_wanted=only_wanted, selected=selected
+        )
         out = block(x, ctx)
-        return LayerOutput(out, ctx.held, ctx.chosen, ctx.mixed if only_wanted else None)
+        mixed = ctx.mixed if only_wanted else None
+        return LayerOutput(out, ctx.held, ctx.chosen, mixed, ctx.selected)
 
     def run(
         block: Block,
@@ -242,8 +250,9 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         cache: LayerMemory,
         rotation: Rotation | None,
         layer_input: jax.Array | None = None,
+        selected: jax.Array | None = None,
     ) -> LayerOutput:
         graph, weights = nnx.split(block)
-        return layer(graph, only_wanted, weights, x, cache, rotation, layer_input)
+        return layer(graph, only_wanted, weights, x, cache, rotation, layer_input, selected)
 
     return run

@@ -158,6 +158,7 @@ class Iteration:
         *,
         only_wanted: bool = False,
         mixed: jax.Array | None = None,
+        selected: jax.Array | None = None,
     ) -> "Context":
         """The context of a layer with input x [T, H]; with `only_wanted` only wanted tokens leave it.
 
@@ -175,6 +176,7 @@ class Iteration:
             *(queries, product, shard, slices, self.rows),
             layer_input=layer_input,
             mixed=mixed,
+            selected=selected,
         )
 
 
@@ -188,7 +190,8 @@ class Context:
 
     `held` is what the layer keeps between iterations: an attention layer's `cache`, or a recurrent layer's
     `state`, whose new value is for all tokens, or both. `mixed` [T, H] is a recurrent layer's sum after its
-    mixer, or beside attention the mixer's result, which is given where there are no slots.
+    mixer, or beside attention the mixer's result, which is given where there are no slots. `selected` are the
+    keys that an indexer selects for each token, here or in an earlier layer, for layers that share them.
     """
 
     held: LayerMemory
@@ -204,6 +207,7 @@ class Context:
     mixed: jax.Array | None = None
     layer_input: jax.Array | None = None  # [T, P]
     chosen: jax.Array | None = None  # [T, k] or [R, k] int32; None without experts
+    selected: jax.Array | None = None  # [T, top_k] int32 positions of keys; see selection.Selecting
 
     @property
     def cache(self) -> LayerCache:

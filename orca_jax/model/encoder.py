@@ -39,7 +39,7 @@ class Encoder(nnx.Module):
         """Run x [T, H] through all layers, which write to the same slots of `cache` in turn."""
         run = run_blocks(iteration)
         for block in self.layers:
-            out = run(block, False, x, cache, None, None)
+            out = run(block, False, x, cache, None, None, None)
             assert isinstance(out.cache, LayerCache)
             x, cache = out.x, out.cache
         return (x if self.final_norm is None else self.final_norm(x)), cache

@@ -1,8 +1,9 @@
 """The memory of layers: the paged K/V cache, in blocks of slots, and recurrent layers' states.
 
 A layer's cache is two arrays [n_blocks, K, B, D], head-major: a block of one head is one contiguous tile.
-Latent attention has one array, and a value is the first elements of its key. Caches are arguments of the
-forward program and come back as donated results.
+Latent attention has one array, and a value is the first elements of its key; with an indexer there is a
+second array, of index keys, whose slots are the same. Caches are arguments of the forward program and come
+back as donated results.
 
 On a CPU bfloat16 is stored as uint16: XLA scatters bfloat16 there by way of float32, and would convert a
 whole cache for each token that is written.
@@ -38,13 +39,14 @@ class LayerCache(NamedTuple):
     """One layer's keys and values, each [n_blocks, K, B, D]; bfloat16 may be stored as uint16.
 
     Without `values`, a value is the first elements of its key. In eight bits, int8 or the bits of e4m3 as
-    uint8, they have scales [n_blocks, K, B] float32.
+    uint8, they have scales [n_blocks, K, B] float32. A layer with an indexer has its `index_keys` too.
     """
 
     keys: jax.Array
     values: jax.Array | None
     key_scales: jax.Array | None = None
     value_scales: jax.Array | None = None
+    index_keys: jax.Array | None = None
 
     @property
     def both(self) -> tuple[jax.Array, jax.Array]:
@@ -181,15 +183,24 @@ def layer_cache(
     dtype = np.dtype(stored) if code is None else _STORED[code]
     keys = make(shape, dtype)
     values = None if attention.latent is not None else make(shape, dtype)
+    size = 0 if attention.indexer is None else attention.indexer.key_size
+    index_keys = make((*shape[:3], size), dtype) if size else None
     if code is None:
-        return LayerCache(keys, values)
+        return LayerCache(keys, values, index_keys=index_keys)
     return LayerCache(keys, values, *(make(shape[:3], np.dtype(np.float32)) for _ in range(2)))
 
 
 def write(
-    cache: LayerCache, keys: jax.Array, values: jax.Array | None, slot_of_token: jax.Array
+    cache: LayerCache,
+    keys: jax.Array,
+    values: jax.Array | None,
+    slot_of_token: jax.Array,
+    index_keys: jax.Array | None = None,
 ) -> LayerCache:
-    """Write keys and values [T, K, D] to the slots [T] int32; a token with a slot out of range is dropped."""
+    """Write keys and values [T, K, D] to the slots [T] int32; a token with a slot out of range is dropped.
+
+    `index_keys` [T, K, k] are those of a layer with an indexer.
+    """
     block_size = cache.keys.shape[2]
     block, offset = slot_of_token // block_size, slot_of_token % block_size
     at = {"mode": "drop", "unique_indices": True, "indices_are_sorted": False}
@@ -200,7 +211,7 @@ def write(
         return into.at[block, :, offset].set(new, **at)
 
     if cache.code is None:
-        new = LayerCache(keys, None if cache.values is None else values)
+        new = LayerCache(keys, None if cache.values is None else values, index_keys=index_keys)
     else:
         assert values is not None
         codes, scales = zip(*(in_eight_bits(cache.code, each) for each in (keys, values)), strict=True)

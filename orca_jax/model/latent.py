@@ -7,6 +7,8 @@ In the absorbed form, W_UK (which makes keys) is applied to a head's query, not 
 W_UV (which makes values) to the head's result. All heads then share one K/V head, and nothing in the cache is
 expanded. In the plain form, a row's keys and values are computed a chunk at a time for all its queries; with
 many queries that is less work (`Latent.is_plain`).
+
+With an indexer a query sees only the keys that it selects, always in the absorbed form (selection.py).
 """
 
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from orca_jax.model.context import Attend, Context
 from orca_jax.model.kv_cache import LayerCache, as_numbers, write
 from orca_jax.model.layers import Linear, Matmul, RMSNorm, Weights, linear_of
 from orca_jax.model.rotation import Rotation, query_factors, rotate
+from orca_jax.model.selection import Indexer, Selecting
 
 _MASKED = -1e30  # a masked key's score; finite, so that inf - inf cannot arise
 _WHOLE_WEIGHT = 256  # of more tokens, the products with the unwanted part take longer than copying the other
@@ -91,6 +94,8 @@ class LatentAttention(nnx.Module):
         self.q = linear_of(p, "q_b" if compressed else "q")
         self.kv_a = linear_of(p, "kv_a")
         self.kv_a_norm = _norm(config, p, "kv_a_norm")
+        shared = config.indexer is None or config.indexer.shared
+        self.indexer = None if config.indexer is None or shared else Indexer(config.indexer, p)
         self.kv_b = Linear(_weight(p, "kv_b.weight"), None)
         self.out = linear_of(p, "out")
 
@@ -99,18 +104,62 @@ class LatentAttention(nnx.Module):
         queries, rotation = ctx.queries, ctx.rotation
         assert rotation is not None
         if ctx.slot_of_token is not None:
-            keys = self._keys(x, rotation, ctx.tokens.product)
-            ctx.cache = write(ctx.cache, keys, None, ctx.slot_of_token)
-        x, rotation = queries.of(x), rotation.of(queries.of)
-        made = self._queries(x, rotation, queries.product, queries.of(ctx.positions))
-        attended = self._attended(made, ctx.cache, queries.attend)
-        return self.out(attended, queries.product, ctx.shard)
+            keys, product = self._keys(x, rotation, ctx.tokens.product), ctx.tokens.product
+            index_keys = None if self.indexer is None else self.indexer.keys(x, rotation, product)
+            ctx.cache = write(ctx.cache, keys, None, ctx.slot_of_token, index_keys)
+        x, rotation, product = queries.of(x), rotation.of(queries.of), queries.product
+        compressed = x
+        if self.q_a is not None and self.q_a_norm is not None:
+            compressed = self.q_a_norm(self.q_a(x, product))
+        made = self._queries(compressed, rotation, product, queries.of(ctx.positions))
+        if isinstance(queries.attend, Selecting):
+            attended = self._selected(made, x, compressed, rotation, ctx, queries.attend)
+        else:
+            attended = self._attended(made, ctx.cache, queries.attend)
+        return self.out(attended, product, ctx.shard)
 
     def _keys(self, x: jax.Array, rotation: Rotation, product: Matmul) -> jax.Array:
         """The compressed keys of x [T, H] for the cache: [T, 1, C + rotary size]."""
         rank, compressed = self.config.rank, self.kv_a(x, product)
         turned = self._rotated(compressed[:, None, rank:], rotation)
         return jnp.concatenate([self.kv_a_norm(compressed[:, None, :rank]), turned], axis=-1)
+
+    def _selected(
+        self,
+        queries: Queries,
+        x: jax.Array,
+        compressed: jax.Array,
+        rotation: Rotation,
+        ctx: Context,
+        attend: Selecting,
+    ) -> jax.Array:
+        """Attend to the keys that an indexer selects, and densely from rows that select nothing.
+
+        `compressed` [T, A] are the compressed queries of x [T, H]. The selection stays in the context.
+        """
+        cache, given = ctx.cache, None if ctx.selected is None else ctx.queries.of(ctx.selected)
+
+        def with_selected(dense: jax.Array) -> tuple[jax.Array, jax.Array]:
+            selected = given
+            if self.indexer is not None:
+                asked = self.indexer.queries(x, compressed, rotation, ctx.queries.product)
+                selected = attend.select(asked, cache)
+            assert selected is not None
+            attended = attend.to(self._in_cache_space(queries), cache, selected, self.attention)
+            values = _values(attended, self._kv_weight(), self.config.plain_size).reshape(dense.shape)
+            return jnp.where(attend.mine[:, None], values, dense), selected
+
+        def without(dense: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return dense, attend.nothing
+
+        n_tokens, n_heads, _ = queries.plain.shape
+        if attend.dense is None:
+            zeros = jnp.zeros((n_tokens, n_heads * self.config.value_size), queries.plain.dtype)
+            attended, ctx.selected = with_selected(zeros)
+            return attended
+        dense = self._attended(queries, cache, attend.dense)
+        attended, ctx.selected = lax.cond(attend.some, with_selected, without, dense)
+        return attended
 
     def _attended(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:
         """Attend to the cache, all heads side by side: [T, N W]."""
@@ -128,10 +177,8 @@ class LatentAttention(nnx.Module):
         return lax.fori_loop(0, attend.n_slabs, add_slab, out).reshape(n_tokens, -1)
 
     def _queries(self, x: jax.Array, rotation: Rotation, product: Matmul, positions: jax.Array) -> Queries:
-        """The queries of x [T, H]."""
+        """The queries of x [T, H], or of compressed queries x [T, A]."""
         latent, temperature = self.config, self.attention.scores.temperature
-        if self.q_a is not None and self.q_a_norm is not None:
-            x = self.q_a_norm(self.q_a(x, product))
         q = self.q(x, product).reshape(x.shape[0], -1, latent.query_size)
         if temperature is not None:
             q = q * query_factors(temperature, positions).astype(q.dtype)[:, None, None]
@@ -139,10 +186,14 @@ class LatentAttention(nnx.Module):
 
     def _absorbed(self, queries: Queries, cache: LayerCache, attend: Attend) -> jax.Array:
         """Attend in the absorbed form: [T, N, W]."""
-        plain = _in_cache_space(queries.plain, self._kv_weight())
-        absorbed = jnp.concatenate([plain, queries.rotated], axis=-1)[:, :, None]  # [T, N, 1, C + rotary]
+        absorbed = self._in_cache_space(queries)[:, :, None]  # [T, N, 1, C + rotary]
         attended = attend(absorbed, cache, self.attention, None, None)  # [T, N, 1, C]
         return _values(attended[:, :, 0], self._kv_weight(), self.config.plain_size)
+
+    def _in_cache_space(self, queries: Queries) -> jax.Array:
+        """The heads' absorbed queries, which meet cached vectors: [T, N, C + rotary]."""
+        plain = _in_cache_space(queries.plain, self._kv_weight())
+        return jnp.concatenate([plain, queries.rotated], axis=-1)
 
     def _kv_weight(self) -> jax.Array:
         """Each head's W_UK and W_UV, which make its keys and values: [N, P + W, C]."""

@@ -6,12 +6,13 @@ be compared with the papers line by line. Everything is float32. A recurrence ru
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orca_jax.families.attention_config import Attention, KVCode, Latent, RelativeBias
+from orca_jax.families.attention_config import Attention, Indexer, KVCode, Latent, RelativeBias
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.model_config import FeedForward, Layer, ModelConfig
 from orca_jax.families.norm_config import Norm
@@ -31,6 +32,7 @@ def forward(
     states: jax.Array | None = None,
     outputs: jax.Array | None = None,
     passed: list[jax.Array] | None = None,
+    index_scores: list[jax.Array] | None = None,
 ) -> jax.Array:
     """Logits [T, V] float32 of every position of one sequence `token_ids` [T] int32.
 
@@ -38,9 +40,11 @@ def forward(
     below 0; `token_ids` are then the decoder's. The experts of each sparse layer, [T, k], are appended to
     `routed`. A head needs the `states` [T, s] before its tokens; an EAGLE-3 head has only those before its
     first tokens, and before the last ones its own `outputs` [n, H]. Each layer's input, the last one's output
-    and that after the final norm, [T, H] each, are appended to `passed`.
+    and that after the final norm, [T, H] each, are appended to `passed`, and the scores [T, T] by which an
+    indexer selects keys, layer by layer, to `index_scores`.
     """
     p = {name: value.astype(jnp.float32) for name, value in parameters.items()}
+    selections: list[jax.Array] = []  # which keys each query sees, of the layers with an indexer of their own
     seen_by_later: dict[int, tuple[jax.Array, jax.Array]] = {}  # each layer's keys and values
 
     def norm(kind: Norm, name: str, value: jax.Array) -> jax.Array:
@@ -149,6 +153,10 @@ def forward(
             seen &= chunk[:, None] == chunk
         elif layer.scores.window is not None:
             seen &= abs(distance) < layer.scores.window
+        if layer.indexer is not None and layer.latent is not None:
+            if not layer.indexer.shared:
+                selections.append(selected(layer.indexer, layer, layer.latent, name, value))
+            seen &= selections[-1]
         scores = jnp.where(seen, scores, -jnp.inf)
         if layer.scores.sinks:  # one more key per head, which has no value
             sinks = p[f"{name}.sinks"].reshape(layer.group, -1).T.reshape(-1)  # by query head
@@ -166,6 +174,26 @@ def forward(
             )
         out = p[f"{name}.out.weight"].reshape(config.hidden_size, -1)
         return by_group.reshape(n_tokens, -1) @ out.T + p.get(f"{name}.out.bias", 0)
+
+    def selected(
+        indexer: Indexer, layer: Attention, latent: Latent, name: str, value: jax.Array
+    ) -> jax.Array:
+        """DeepSeek-V3.2, equations 1 and 2: which keys each query sees, [T, T]."""
+        assert layer.rotary is not None
+        n_tokens, position = len(value), jnp.arange(len(value))
+        rotary = replace(layer.rotary, interleaved=indexer.interleaved)
+        compressed = norm(latent.norm, f"{name}.q_a_norm", linear(f"{name}.q_a", value))
+        q = linear(f"{name}.index_q", compressed).reshape(n_tokens, indexer.n_heads, -1)
+        k = norm(indexer.norm, f"{name}.index_k_norm", linear(f"{name}.index_k", value))[:, None]
+        q, k = (_rotated(rotary, each, position, config.n_positions) for each in (q, k))
+        each = jnp.maximum(jnp.einsum("qhd,kd->qkh", q, k[:, 0]) / math.sqrt(indexer.head_size), 0)
+        w = linear(f"{name}.index_weights", value) / math.sqrt(indexer.n_heads)
+        scores = jnp.where(position <= position[:, None], jnp.einsum("qh,qkh->qk", w, each), -jnp.inf)
+        if index_scores is not None:
+            index_scores.append(scores)
+        better = scores[:, None] > scores[:, :, None]  # [T, T, T]: the last key is better than the one before
+        better |= (scores[:, None] == scores[:, :, None]) & (position < position[:, None])
+        return better.sum(axis=2) < indexer.top_k
 
     def mixed(layer: Layer, name: str, value: jax.Array, real: jax.Array) -> jax.Array:
         """Mix the tokens of a sequence, by attention or by the layer's recurrence."""

@@ -30,6 +30,7 @@ from orca_jax.model.kv_cache import LayerCache, LayerMemory
 from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
 from orca_jax.model.read_states import StateReader
 from orca_jax.model.rotation import Rotation, rotation
+from orca_jax.model.selection import all_keys, from_digits, in_digits
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.weight import kind_of, model_dtype, rows_of
 
@@ -209,7 +210,7 @@ class Transformer(nnx.Module):
         rotations = {kind: self._rotation(kind, iteration.positions) for kind in kinds}
         run = run_blocks(iteration)
         before_last, written, chosen = x, list[LayerMemory](), list[jax.Array]()
-        kept = dict[int, jax.Array]()
+        kept, selected = dict[int, jax.Array](), None
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
             kept[self.first_layer + i - 1] = x
@@ -218,17 +219,29 @@ class Transformer(nnx.Module):
             source = self.config.memory_of(self.first_layer + i - 1) - self.first_layer
             shared = source < i - 1
             held = written[source] if shared else cache
-            out = run(block, only_wanted, x, held, rotations[block.config.rotary], own)
+            given = selected if block.config.takes_selection else None
+            out = run(block, only_wanted, x, held, rotations[block.config.rotary], own, given)
             if out.mixed is not None and not block.config.has_both:
                 before_last = out.mixed
             own = None if self.config.input_size is None else own  # a head's input is not carried
-            further = [out.mixed if block.config.has_both else None, own]
+            carried = None
+            if only_wanted and self.config.selected_size:
+                carried = in_digits(self._all_selected(given, iteration.positions), x.dtype)
+            selected = given if block.config.takes_selection else out.selected
+            further = [out.mixed if block.config.has_both else None, own, carried]
             needed = [before_last, *(each for each in further if each is not None)]
             before_last = needed[0] if len(needed) == 1 else jnp.concatenate(needed, axis=1)
             x = out.x
             written.append(cache if shared else out.cache)
             chosen += [] if out.chosen is None else [out.chosen]
         return LayersOutput(x, before_last, written, tuple(chosen), self._kept(kept, x))
+
+    def _all_selected(self, selected: jax.Array | None, positions: jax.Array) -> jax.Array:
+        """The keys that the last layer takes, of all tokens; without a selection they see all keys."""
+        attention = self.layers[-1].config.attention
+        assert attention is not None and attention.indexer is not None
+        every = all_keys(positions, attention.indexer.top_k)
+        return every if selected is None else jnp.where(selected[:, :1] < 0, every, selected)
 
     def _kept(self, inputs: Mapping[int, jax.Array], x: jax.Array) -> jax.Array | None:
         """The states that a head reads [T, s], from layers' `inputs` and the last layer's output x."""
@@ -241,14 +254,15 @@ class Transformer(nnx.Module):
     def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
         """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already.
 
-        After x come, along the last axis, the results of a mixer beside attention, and the layer's own input,
-        in models that have such (`ModelConfig.carried_size`).
+        After x come, along the last axis, the results of a mixer beside attention, the layer's own input, and
+        the keys that an earlier layer selected, in models that have such (`ModelConfig.carried_size`).
         Of a recurrent layer only what follows the mixer, which has seen the tokens.
         """
         block = self.layers[-1]
         rotation = self._rotation(block.config.rotary, iteration.positions)
         size, has_both = self.config.hidden_size, block.config.has_both
-        x, mixed, own = jnp.split(x, [size, size * (1 + has_both)], axis=1)
+        ends = [size, size * (1 + has_both), self.config.carried_size - self.config.selected_size]
+        x, mixed, own, digits = jnp.split(x, ends, axis=1)
         ctx = iteration.context(
             block.config,
             x,
@@ -256,6 +270,7 @@ class Transformer(nnx.Module):
             rotation,
             None if self.config.input_size is None else own,
             mixed=mixed if has_both else None,
+            selected=from_digits(digits) if self.config.selected_size else None,
         )
         return LayerOutput(block(x, ctx), ctx.held, ctx.chosen)
 

@@ -163,19 +163,21 @@ def operations(
         products: Sequence[_Product], own: Attention | None, *, last: bool = False
     ) -> Iterator[Operation]:
         plain, latent = _NO_ROWS, model.attention.latent
-        window = None if own is None else own.scores.window
+        window = None if own is None else own.scores.window if own.indexer is None else own.indexer.top_k
         if isinstance(shape, IterationShape):
             asked = shape.last_tokens if last else shape
-            in_reach, crossed = asked.sums(window), asked.crossed()
+            in_reach, crossed, scored = asked.sums(window), asked.crossed(), asked.sums(None)
             if in_both_forms and latent is not None:
                 plain = asked.in_plain_form(latent)
         else:  # sums do not tell how many keys are within a window, so all count
             in_reach = sums._replace(n_tokens=sums.n_rows, n_seen=sums.n_keys) if last else sums
-            crossed = in_reach._replace(n_keys=0, n_seen=0)
+            crossed, scored = in_reach._replace(n_keys=0, n_seen=0), in_reach
         n_tokens = sums.n_tokens
         for product in products:
             if product.takes_attention:
                 assert own is not None
+                if own.indexer is not None and not own.indexer.shared:
+                    yield _selection(own, n_shards, scored, weight_bytes=weight_bytes, kv_bytes=kv_bytes)
                 yield attention_operation(
                     own,
                     n_shards,
@@ -201,8 +203,7 @@ def operations(
         result += [*layer(products, own)] * count
     if stage.head is not None:
         products, own, _ = stage.layers[-1]
-        n_operations = len(products) + sum(product.takes_attention for product in products)
-        result[-n_operations:] = layer(products, own, last=True)
+        result[-len([*layer(products, own)]) :] = layer(products, own, last=True)
         result += [linear(product, sums.n_rows) for product in stage.after]
         local_vocab, n_in = stage.head.local_shape(n_shards)
         n_logit_bytes = LOGIT_BYTES * sums.n_rows * local_vocab
@@ -381,7 +382,8 @@ def attention_operation(
     the requests whose latent attention takes the plain form.
     """
     cached = replace(own, kv_from=None).cached_bytes(kv_bytes)  # of the layer whose keys these are
-    n_kv_bytes = cached // n_shards * (n_written + sums.n_keys)
+    read = replace(own, kv_from=None, indexer=None).cached_bytes(kv_bytes)  # index keys are read apart
+    n_kv_bytes = cached // n_shards * n_written + read // n_shards * sums.n_keys
     around = (own.width + own.n_heads * own.value_size) // n_shards  # elements of a token: queries, results
     saved = 0  # elements of `around` that the plain form does not have
     if own.latent is not None:
@@ -389,6 +391,20 @@ def attention_operation(
     n_bytes = n_kv_bytes + (sums.n_tokens * around - plain.n_tokens * saved) * weight_bytes
     # 2 operations per element for a query and a key, 2 more for a weight and a value.
     return Operation("attention", n_bytes, 2 * (around * sums.n_seen - saved * plain.n_seen))
+
+
+def _selection(
+    own: Attention, n_shards: int, sums: IterationSums, *, weight_bytes: int, kv_bytes: int
+) -> Operation:
+    """The scores of all index keys that an indexer selects from; each device computes them all.
+
+    `sums` count the queries, with every key before them.
+    """
+    indexer = own.indexer
+    assert indexer is not None
+    n_queries = indexer.n_heads * (indexer.head_size + 1)  # elements of a token's queries and their weights
+    n_bytes = indexer.head_size * kv_bytes * sums.n_keys + n_queries * weight_bytes * sums.n_tokens
+    return Operation("attention", n_bytes, 2 * n_queries * sums.n_seen)
 
 
 def floor(operations: Iterable[Operation], device: Device) -> float:

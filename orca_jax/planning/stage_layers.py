@@ -65,6 +65,11 @@ def _check_shared(config: ModelConfig, n_stages: int) -> None:
                     f"pipeline_parallel is {n_stages}, and layer {i} takes the keys and values of layer "
                     f"{config.memory_of(i)}, which would be on an earlier stage; use fewer stages"
                 )
+            if config.selection_of(i) < layers.start:
+                raise ConfigError(
+                    f"pipeline_parallel is {n_stages}, and layer {i} takes the keys that layer "
+                    f"{config.selection_of(i)} selects, which would be on an earlier stage; use fewer stages"
+                )
 
 
 def tensor_degrees(config: ModelConfig, most: int) -> list[int]:

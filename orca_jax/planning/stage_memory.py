@@ -27,6 +27,8 @@ ITEMSIZE: dict[str, int] = {  # by config.Dtype
 _TABLE_BYTES = 8  # execution/sampling.py: an int32 and a float32 for each token of the vocabulary ...
 _LAST_TOKEN_BYTES = 4  # ... and an int32, for each row
 _LOGIT_BYTES = 4
+_INDEX_BYTES = 4
+_FEWEST_SELECTED = 256  # model/selection.py: keys that one trip scores
 _ANGLE_BYTES = 4  # model/rotation.py: cosine and sine are float32
 # Iterations whose results are on a device at a time: the running one, and one whose tokens go to the host or
 # whose hidden states go to the next stage.
@@ -216,6 +218,8 @@ def temporary_bytes(
         most = max(len(layers) * (1 if config.encoder is None else 2), len(encoding))
         starts, work = _static_attention_bytes(config, most, n_devices, n_tokens, n_rows, itemsize)
         needed = starts + max(needed, work)
+    if config.attention.indexer is not None:
+        needed += _selection_bytes(config, n_devices, n_tokens, itemsize, cpu=cpu)
     needed += _rotation_bytes(config, layers, n_tokens)
     if layers.start == 0:  # all layers' own inputs: the rows of a table, what is projected, their sum
         needed += 3 * n_tokens * config.n_layers * (config.input_size or 0) * itemsize
@@ -358,6 +362,26 @@ def _cudnn_attention_bytes(config: ModelConfig, n_devices: int, shape: EngineSha
     keys = ((block + queries - 2) // block + 1) * block
     tile = queries * width * (2 * itemsize + 4) + keys * kv_width * itemsize + queries * keys * heads * 4
     return n_tiles * tile + 3 * n_tokens * config.hidden_size * itemsize
+
+
+def _selection_bytes(config: ModelConfig, n_devices: int, n_tokens: int, itemsize: int, *, cpu: bool) -> int:
+    """Bytes of one layer's sparse attention: what is kept for all tokens, and one trip's work.
+
+    Of all tokens these are the index queries and the selected positions; of a trip's queries the scores of a
+    chunk of keys by index query, then the selected vectors and their scores by head.
+    """
+    own, indexer = config.attention, config.attention.indexer
+    assert indexer is not None and own.latent is not None
+    top_k, heads = indexer.top_k, own.n_heads // n_devices
+    if top_k >= config.n_positions:
+        return 0
+    every = n_tokens * (indexer.n_heads * indexer.head_size * itemsize + 2 * top_k * _INDEX_BYTES)
+    if cpu:  # results in the cache's space, of tokens that the plain form has not computed
+        every += n_tokens * heads * (own.head_size + own.latent.rank) * itemsize
+    chunk = max(top_k, _FEWEST_SELECTED)
+    scored = chunk * (indexer.n_heads * _LOGIT_BYTES + indexer.head_size * itemsize)
+    attended = top_k * (2 * own.latent.width * itemsize + 2 * heads * _LOGIT_BYTES)
+    return every + min(n_tokens, 8 if cpu else 32) * max(scored, attended)
 
 
 def _static_attention_bytes(

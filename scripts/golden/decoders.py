@@ -39,7 +39,7 @@ from scripts.golden.with_torch import GOLDEN, MARGIN, SEED, versions
 
 MAX_OUTPUT = 16
 LOGIT_LENGTHS = (1, 7, 23)  # the prompts whose logits at every position are stored
-MAX_TOTAL_BYTES = 26_000_000
+MAX_TOTAL_BYTES = 32_000_000
 
 
 @dataclass(frozen=True)

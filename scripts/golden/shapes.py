@@ -147,6 +147,23 @@ def _deepseek(
     return shape | ours | other
 
 
+def _indexed(
+    model_type: str,
+    sizes: tuple[int, int, int, int, int],
+    heads: tuple[int, int, int, int, int],
+    experts: tuple[int, int, int, int],
+    indexer: tuple[int, int, int],
+    **other: Any,
+) -> dict[str, Any]:
+    """The others as of `_deepseek`; `indexer`: its queries, their size, and how many keys it selects.
+
+    With few queries many keys have a score of 0 because they meet none. These tie, and transformers does not
+    say which of them it selects.
+    """
+    names = ("index_n_heads", "index_head_dim", "index_topk")
+    return _deepseek(model_type, sizes, heads, experts, **dict(zip(names, indexer, strict=True)), **other)
+
+
 def _rope(base: float, **other: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": base} | other
 
@@ -1087,6 +1104,38 @@ SHAPES: dict[str, dict[str, Any]] = {
     "glm4-moe-lite-dense-last": _deepseek(
         *("glm4_moe_lite", (101, 20, 2, 4, 26), (None, 9, 7, 6, 10), (6, 2, 12, 2)),
         **{"mlp_layer_types": ["sparse", "dense"], "rope_interleave": False, "attention_bias": True},
+    ),
+    # deepseek_v32, glm_moe_dsa: most prompts are longer than index_topk
+    "deepseek-v32-groups-yarn": _indexed(
+        *("deepseek_v32", (109, 28, 3, 4, 30), (12, 16, 8, 8, 8), (12, 3, 10, 1), (14, 12, 8)),
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+        rope_parameters=_rope(1e4, **_YARN, mscale=1.0, mscale_all_dim=1.0),
+    ),
+    "deepseek-v32-biases": _indexed(
+        *("deepseek_v32", (97, 24, 2, 2, 26), (14, 9, 7, 6, 10), (6, 2, 12, 2), (16, 6, 16)),
+        **{"mlp_layer_types": ["sparse", "dense"], "n_group": 1, "topk_group": 1, "attention_bias": True},
+        **{"norm_topk_prob": False, "tie_word_embeddings": True},
+    ),
+    "deepseek-v32-one-key": _indexed(
+        *("deepseek_v32", (123, 26, 2, 2, 22), (11, 14, 5, 4, 6), (8, 4, 9, 1), (12, 10, 1)),
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
+    ),
+    "glm-moe-dsa-dense-first": _indexed(
+        *("glm_moe_dsa", (101, 20, 3, 4, 26), (13, 12, 6, 4, 8), (8, 3, 10, 1), (13, 10, 8)),
+        first_k_dense_replace=1,
+    ),
+    "glm-moe-dsa-groups-yarn": _indexed(
+        *("glm_moe_dsa", (95, 26, 2, 2, 24), (10, 9, 5, 8, 7), (8, 2, 9, 2), (16, 8, 12)),
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0},
+        rope_parameters=_rope(1e4, **_YARN, mscale=1.0, mscale_all_dim=0.5),
+    ),
+    "glm-moe-dsa-shared": _indexed(
+        *("glm_moe_dsa", (107, 24, 3, 3, 22), (12, 11, 5, 6, 7), (6, 2, 10, 1), (12, 12, 9)),
+        **{"indexer_types": ["full", "shared", "shared"], "first_k_dense_replace": 1},
+    ),
+    "glm-moe-dsa-dense-among-sparse": _indexed(
+        *("glm_moe_dsa", (117, 22, 3, 3, 20), (9, 10, 4, 6, 5), (5, 2, 11, 1), (12, 16, 20)),
+        **{"mlp_layer_types": ["dense", "sparse", "dense"], "tie_word_embeddings": True},
     ),
     # mistral4: the length before yarn, and of a temperature, is shorter than most prompts
     "mistral4-temperature": _deepseek(

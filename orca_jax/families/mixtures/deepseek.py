@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from orca_jax.errors import BadModelConfig
-from orca_jax.families.attention_config import Latent, Scores, Temperature, latent_attention
+from orca_jax.families.attention_config import Indexer, Latent, Scores, Temperature, latent_attention
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import (
     Sizes,
@@ -110,12 +110,15 @@ def read_latent_decoder(
     temperature: Temperature | None = None,
     rope_others: tuple[str, ...] = (),
     whole_heads: bool = False,
+    indexer: Indexer | None = None,
+    shares: Sequence[bool] = (),
 ) -> ModelConfig:
     """Read a decoder with latent attention, and `experts` in the layers that are `sparse`.
 
     `eps`, `query_rank` and `n_shared` are the family's defaults of rms_norm_eps, q_lora_rank and
     n_shared_experts. `rope_others` are fields of rope_parameters that the family reads itself. With
-    `whole_heads` the file's head_dim counts the unrotated part of a key too.
+    `whole_heads` the file's head_dim counts the unrotated part of a key too. `shares` says which layers share
+    the `indexer` of an earlier one; empty for none.
     """
     n_heads = fields.whole("num_attention_heads")
     latent = Latent(
@@ -141,6 +144,7 @@ def read_latent_decoder(
         scores=Scores(scale=scale, temperature=temperature),
         qkv_bias=bias,
         out_bias=bias,
+        indexer=indexer,
     )
     for name, expected in (
         ("num_key_value_heads", n_heads),
@@ -164,7 +168,14 @@ def read_latent_decoder(
     norm = Norm(kind="rms_norm", eps=fields.number("rms_norm_eps", eps))
     dense = Layer(attention=attention, feed_forward=read_gated(fields), norm=norm)
     mixed = read_mixed(fields, dense, experts, n_shared=n_shared)
-    return decoder(fields, sizes, [mixed if has_experts else dense for has_experts in sparse])
+    layers = [mixed if has_experts else dense for has_experts in sparse]
+    if indexer is not None and any(shares):
+        taking = replace(indexer, shared=True)
+        layers = [
+            layer.with_attention(indexer=taking) if shared else layer
+            for layer, shared in zip(layers, shares, strict=True)
+        ]
+    return decoder(fields, sizes, layers)
 
 
 def _write_v3(model: ModelConfig) -> dict[str, Any] | None:

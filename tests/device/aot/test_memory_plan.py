@@ -1,9 +1,11 @@
 """Planned memory against XLA's memory plan, for this CPU and, with the CUDA plugin, for an H200."""
 
+from dataclasses import replace
+
 import pytest
 
 from orca_jax.config import ParallelConfig, Sizes
-from orca_jax.families.attention_config import Latent, latent_attention
+from orca_jax.families.attention_config import Indexer, Latent, latent_attention
 from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.presets import PRESETS
@@ -136,3 +138,24 @@ def test_large_llamas_on_h200s_need_the_planned_memory() -> None:
     for row in stages:
         for part in ("arguments", "temporaries"):
             assert abs(row[f"planned_{part}"] / row[f"compiled_{part}"] - 1) < 0.05, (row, part)
+
+
+def with_indexer(top_k: int) -> ModelConfig:
+    """The same layers, each with an indexer."""
+    model = latent_model()
+    indexer = Indexer(n_heads=16, head_size=128, top_k=top_k)
+    return replace(model, layers=tuple(layer.with_attention(indexer=indexer) for layer in model.layers))
+
+
+@pytest.mark.long
+def test_sparse_attention_on_a_cpu_needs_the_planned_memory() -> None:
+    plan, compiled = planned(with_indexer(128), CPU, "float32", 1, 1)
+    assert max(map(abs, off(plan, compiled))) < 0.2
+
+
+@needs_plugin
+@pytest.mark.long
+@pytest.mark.parametrize("top_k", [128, 512])
+def test_sparse_attention_on_an_h200_needs_the_planned_memory(top_k: int) -> None:
+    plan, compiled = planned(with_indexer(top_k), gpu_named("h200"), "bfloat16", 1, 1)
+    assert max(map(abs, off(plan, compiled))) < 0.05

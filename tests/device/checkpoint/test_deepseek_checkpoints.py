@@ -28,6 +28,7 @@ from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint, w
 from tests.device.model.golden import DIRECTORY
 
 NAME = "deepseek-v3-groups-yarn-dense-first"
+INDEXED = "deepseek-v32-groups-yarn"
 FP8: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -36,8 +37,8 @@ FP8: dict[str, Any] = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SMALL_FLOAT = np.dtype(ml_dtypes.float8_e4m3fn)
-# As published, every matrix of layers but the routers.
-PACKED = re.compile(r"model\.layers\..*(_proj|_with_mqa)\.weight")
+# As published, every matrix of layers but the routers, and the weights of index queries.
+PACKED = re.compile(r"model\.layers\..*(?<!weights)(_proj|_with_mqa|indexer\.wq_b|indexer\.wk)\.weight")
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -54,13 +55,14 @@ def numbers_of(weight: Any, dtype: Any) -> jax.Array:
 
 
 def with_scales(tensors: Tensors) -> Tensors:
-    """Matrices of fewer than 128 rows and columns, each one block, in FP8."""
+    """Matrices in FP8, each with the same scale in all its blocks."""
     packed = dict(tensors)
     for name, value in tensors.items():
         if PACKED.fullmatch(name):
             scale = np.float32(np.abs(value).max() / 448)
             packed[name] = (value / scale).astype(SMALL_FLOAT)
-            packed[f"{name}_scale_inv"] = np.full((1, 1), scale, np.float32)
+            blocks = [-(-size // 128) for size in value.shape]
+            packed[f"{name}_scale_inv"] = np.full(blocks, scale, np.float32)
     return packed
 
 
@@ -69,7 +71,7 @@ def unpacked(tensors: Tensors) -> Tensors:
     plain = {name: value for name, value in tensors.items() if not name.endswith("_scale_inv")}
     for name, value in plain.items():
         if value.dtype == SMALL_FLOAT:
-            plain[name] = value.astype(np.float32) * tensors[f"{name}_scale_inv"]
+            plain[name] = value.astype(np.float32) * tensors[f"{name}_scale_inv"][0, 0]
     return plain
 
 
@@ -107,10 +109,12 @@ def test_a_matrix_as_transformers_unpacks_it(tmp_path: Path) -> None:
         assert len({*truth["unpacked"].tolist()}) > 1000
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_packed_weights_are_the_unpacked_ones(tmp_path: Path, dtype: Any) -> None:
-    packed = with_scales(stored(NAME))
-    config = config_of(NAME)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(NAME, jnp.float32), (NAME, jnp.bfloat16), (INDEXED, jnp.float32)]
+)
+def test_packed_weights_are_the_unpacked_ones(tmp_path: Path, name: str, dtype: Any) -> None:
+    packed = with_scales(stored(name))
+    config = config_of(name)
     given_ = load_checkpoint(
         write_checkpoint(tmp_path / "packed", config | {"quantization_config": FP8}, packed), dtype=dtype
     )
@@ -118,10 +122,10 @@ def test_packed_weights_are_the_unpacked_ones(tmp_path: Path, dtype: Any) -> Non
     assert sum(value.dtype == SMALL_FLOAT for value in packed.values()) > 20
     assert given_.config.with_forms({}) == expected.config
     n_packed = 0
-    for name, value in expected.parameters.items():
-        found = given_.parameters[name]
+    for weight, value in expected.parameters.items():
+        found = given_.parameters[weight]
         n_packed += isinstance(found, PackedWeight)
-        np.testing.assert_array_equal(numbers_of(found, dtype).reshape(value.shape), value, err_msg=name)
+        np.testing.assert_array_equal(numbers_of(found, dtype).reshape(value.shape), value, err_msg=weight)
     assert n_packed > 10
 
 

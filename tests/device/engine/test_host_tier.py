@@ -20,6 +20,7 @@ from orca_jax.planning.stage_memory import StageRoom
 from orca_jax.request.request import Request
 from orca_jax.scheduling.host_tier import HostTier
 from orca_jax.sharding.partition import split_model
+from tests.device.engine.test_selected_keys import MODEL as SELECTED_KEYS
 from tests.device.engine.test_shared_keys import MODEL as SHARED_KEYS
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import Harness, greedy_request, harness
@@ -46,6 +47,7 @@ MODELS: dict[str, ModelConfig] = {
     "int8": GPT.with_kv_code("int8"),
     "shared keys and windows": SHARED_KEYS,
     "latent": latent_model(Latent(rank=8, rotary_size=4, plain_size=6, value_size=5), 4, [dense()] * 2),
+    "selected keys": SELECTED_KEYS,
 }
 MARGIN = {"int8": 0.1}
 

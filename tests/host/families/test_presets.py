@@ -72,7 +72,11 @@ PUBLISHED = {
     # 20.91B and 116.83B, as the model card says; the hub counts packed bytes.
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
-    "deepseek-v3": 671_026_404_352 + 58 * 256,  # as transformers counts them, and the corrections
+    # As transformers counts them, and the corrections.
+    "deepseek-v3": 671_026_404_352 + 58 * 256,
+    "deepseek-v3.2": 671_877_929_216 + 58 * 256,
+    "glm-5": 743_911_199_232 + 75 * 256,
+    "glm-5.2": 743_377_000_704 + 75 * 256,
 }
 
 
@@ -403,6 +407,72 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vocab_size": 129280,
     },
 }
+CONFIGS["deepseek-v3.2"] = {
+    name: value for name, value in CONFIGS["deepseek-v3"].items() if name != "auto_map"
+} | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+    "model_type": "deepseek_v32",
+}
+CONFIGS["glm-5"] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 202752,
+    "model_type": "glm_moe_dsa",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 2048,
+    "qk_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "use_cache": True,
+    "v_head_dim": 256,
+    "vocab_size": 154880,
+}
+# Layers 0, 1, 2, 6, 10, ... have an indexer of their own.
+CONFIGS["glm-5.2"] = CONFIGS["glm-5"] | {
+    "index_share_for_mtp_iteration": True,
+    "index_skip_topk_offset": 3,
+    "index_topk_freq": 4,
+    "index_topk_pattern": None,
+    "indexer_types": ["full" if i < 2 or i % 4 == 2 else "shared" for i in range(78)],
+    "max_position_embeddings": 1048576,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+}
 
 
 def test_every_preset_is_in_the_document_and_in_the_tests() -> None:
@@ -410,7 +480,7 @@ def test_every_preset_is_in_the_document_and_in_the_tests() -> None:
     gpt3 = ["gpt3-13b", "gpt3-101b", "gpt3-175b", "gpt3-341b"]
     t5 = ["t5-small", "t5-base", "t5-large", "t5-3b", "t5-11b", "flan-t5-xl"]
     packed = ["gpt-oss-20b-mxfp4", "gpt-oss-120b-mxfp4"]
-    published = [*PUBLISHED][:-1] + packed + ["deepseek-v3"]
+    published = [*PUBLISHED][:-4] + packed + ["deepseek-v3", "deepseek-v3.2", "glm-5", "glm-5.2"]
     assert list(PRESETS) == ["demo", "gpt2", "gpt2-xl", *gpt3, *published, *t5, "bart-large"]
     for name in packed:
         assert PRESETS[name] == PRESETS[name.removesuffix("-mxfp4")].with_packed_experts()
