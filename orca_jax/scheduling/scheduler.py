@@ -266,7 +266,7 @@ class Scheduler:
         deliveries, leaving, overlaps = list[Delivery](), self.leaving, self.overlaps
         try:
             returned.give_prompts(iteration.rows)
-            accepted = _accepted(iteration, returned.answers) if returned.answers else {}
+            accepted = self._accepted(iteration, returned.answers) if returned.answers else {}
             partial = iteration.partial  # rows of prompt chunks, which sample no token
             has_partial, has_leaving = bool(partial), bool(leaving)  # tested for each row
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
@@ -284,19 +284,37 @@ class Scheduler:
                 if several is None:
                     reason = req.accept(token_id)
                     deliveries.append((req, 1, reason))
+                    # Without overlap `_issue` has published this block.
+                    if overlaps and req.n_computed >= req.full_at:
+                        publish_full_blocks((req,), self.kv)
                 else:
                     token_ids, reason = several
-                    if self.kv.draft_states is not None:
-                        settle_drafts(req, self.kv)
                     deliveries.append((req, len(token_ids), reason))
-                # Without overlap `_issue` has published the blocks of tokens that are not drafts.
-                if (overlaps or several) and req.n_computed >= req.full_at:
-                    publish_full_blocks((req,), self.kv)
                 if reason is not None:  # line 13
                     self.end(req, reason)  # line 14
         finally:  # even if a row raises: users of the rows before it must get their tokens and ends
             self.deliver(deliveries)
         self.in_flight.popleft()  # line 15
+
+    def _accepted(self, iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
+        """Let the requests that go on take their answers, by place in the batch, and publish their blocks."""
+        rows, partial, kv = iteration.rows, iteration.partial, self.kv
+        going = {
+            i: answer
+            for i, answer in answers.items()
+            if (req := rows[i][0]).ending is None and req.state is not FINISHED
+        }
+        if partial:
+            going = {i: answer for i, answer in going.items() if i not in partial}
+        requests, given = [rows[i][0] for i in going], list(going.values())
+        accepted = list[Accepted]()
+        for cls, some in by_kind(requests):
+            accepted += cls.accept_all(requests[some], given[some])
+        if kv.draft_states is not None:
+            for req in requests:
+                settle_drafts(req, kv)
+        publish_full_blocks([req for req in requests if req.n_computed >= req.full_at], kv)
+        return dict(zip(going, accepted, strict=True))
 
     def _take_row_without_tokens(self, req: Request, deliveries: list[Delivery], *, partial: bool) -> None:
         """Lines 12 to 14 for a `partial` prompt chunk, and for a request that has ended or is asked to."""
@@ -337,16 +355,3 @@ class Scheduler:
     def deliver(self, deliveries: Sequence[Delivery]) -> None:
         self.timeline.delivered(deliveries)
         self.pool.deliver(deliveries)
-
-
-def _accepted(iteration: Iteration, answers: Mapping[int, RowAnswer]) -> dict[int, Accepted]:
-    """Let the requests that go on take their answers, by place in the batch."""
-    rows, partial = iteration.rows, iteration.partial
-    going = [i for i in answers if (req := rows[i][0]).ending is None and req.state is not FINISHED]
-    if partial:
-        going = [i for i in going if i not in partial]
-    requests, given = [rows[i][0] for i in going], [answers[i] for i in going]
-    accepted = list[Accepted]()
-    for cls, some in by_kind(requests):
-        accepted += cls.accept_all(requests[some], given[some])
-    return dict(zip(going, accepted, strict=True))

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
+from operator import mul
 
 from orca_jax.config import ServingConfig
 from orca_jax.iteration.shape import serving_buckets
@@ -309,11 +310,17 @@ class ServingPolicy:
         n_drafts = sum(counts)
         if n_drafts > n_left:
             return False
-        n_kept = sum([p * (1 - p**n) / (1 - p) for p, n in zip(chances, counts, strict=True)])
-        first, last = (bisect_left(self._buckets, n) for n in (n_planned, n_planned + n_drafts))
+        if not n_drafts:
+            return True
+        # At least this number is kept: as if all drafts had the mean chance p and stood in rows of n, the
+        # most of any request. For p + p^2 + ... + p^n is convex in p, and each draft adds less than the last.
+        n, p = max(counts), sum(map(mul, chances, counts)) / n_drafts
+        n_kept = n_drafts / n * p * (1 - p**n) / (1 - p)
+        first = bisect_left(self._buckets, n_planned)
+        last = bisect_left(self._buckets, n_planned + n_drafts)
         worth, most = (n_planned + n_kept) / self._costs[last], max(chances)
         return all(
-            n_planned + min(n_kept, most * (size - n_planned)) <= worth * cost
+            n_planned + most * (size - n_planned) <= worth * cost
             for size, cost in zip(self._buckets[first:last], self._costs[first:last], strict=True)
         )
 
@@ -363,9 +370,7 @@ class ServingPolicy:
         plan.taken += n_new
         plan.rows[i] = req, n_tokens + n_more
         if plan.short is not None and end + n_more > n_held:
-            if end > n_held:
-                plan.short = [row for row in plan.short if row[0] is not req]
-            plan.short.append(plan.rows[i])
+            plan.short.append(plan.rows[i])  # perhaps after a row of fewer tokens, which grows first
         return n_more
 
     # Decodes.

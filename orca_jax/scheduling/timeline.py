@@ -230,7 +230,8 @@ class Timeline:
                 times.append(now)
                 if n_new > 1:  # they came together
                     times.extend([now] * (n_new - 1))
-                    gaps.extend([0.0] * (n_new - 1))
+                    if observed:
+                        gaps.extend([0.0] * (n_new - 1))
             if finish_reason is not None:
                 record = self._live.pop(request.arrival)
                 record.finished = now

@@ -120,19 +120,19 @@ def simulated_answer(
     if isinstance(req.kind, Beams):
         if req.state is RequestState.FINISHED:
             return None
-        return RowAnswer([token_id], simulated_candidates(req.kind.search, req.seed))
+        return [token_id], simulated_candidates(req.kind.search, req.seed)
     if req.kind.scored_ids:
         # The tokens that the iteration computed, and the one after them.
         first, end = len(req.output_ids), req.n_computed - len(req.prompt_ids) + 1
         scored = req.kind.scored_ids[first:end]
-        return RowAnswer(scored, [simulated_logprobs(one, 0) for one in scored])
+        return scored, [simulated_logprobs(one, 0) for one in scored]
     n_top = req.sampling.logprobs
     sampled = [token_id]
     if isinstance(req.kind, Drafted):
         sampled += _after_drafts(req, req.kind.sent, token_id, token)
     elif n_top is None:
         return None
-    return RowAnswer(sampled, () if n_top is None else [simulated_logprobs(one, n_top) for one in sampled])
+    return sampled, () if n_top is None else [simulated_logprobs(one, n_top) for one in sampled]
 
 
 def _after_drafts(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from orca_jax.request.beam_search import BeamSearch, Hypothesis
 from orca_jax.request.request import FinishReason, InputRow, Request, RowAnswer, RowKind
+from orca_jax.request.sampled import TokenLogprobs
 
 
 class Beams(RowKind):
@@ -45,17 +46,18 @@ class Beams(RowKind):
         return [InputRow(place, req.n_computed, (id_,)) for place, id_ in zip(places, newest, strict=True)]
 
     def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
-        req.logprobs += answer.logprobs[:1]  # the likeliest beam's, for recordings
-        return answer.token_ids[:1], self._step(req, answer)
+        token_ids, logprobs = answer
+        req.logprobs += logprobs[:1]  # the likeliest beam's, for recordings
+        return token_ids[:1], self._step(req, logprobs)
 
     def restart(self, req: Request) -> None:
         self.search.restart()
         req.output_ids.clear()
 
-    def _step(self, req: Request, answer: RowAnswer) -> FinishReason | None:
+    def _step(self, req: Request, logprobs: Sequence[TokenLogprobs]) -> FinishReason | None:
         """Advance the search by a token. An exception from the sink ends only this request."""
         search = self.search
-        search.step(answer.logprobs)
+        search.step(logprobs)
         if not search.done:
             req.output_ids.append(search.last_ids[0])
             return None

@@ -66,8 +66,8 @@ class Drafted(RowKind):
         self._drafter: Drafter | None = None
         self._failed = False
         self._drafts: Sequence[int] = ()  # after the first `_n_output` output tokens
-        # What the drafter drafted at once, and the index of the token there that comes next: the output has
-        # followed it up to there, or the index is at the end.
+        # What the drafter drafted at once, and the index of the newest drafts there. The output has followed
+        # it up to there. Empty if the output does not, or if too few tokens are left.
         self._run: Sequence[int] = ()
         self._at = 0
         self._asked_at = -1  # the length of the output at which the shared drafter was asked last
@@ -202,10 +202,15 @@ class Drafted(RowKind):
             if n_right < n_sent:
                 req.n_computed -= n_sent - n_right
                 sampled = sampled[: n_right + 1]
-            if run := kind._run:
-                at = kind._at + n_right
-                kind._at = at + 1 if at < len(run) and run[at] == sampled[-1] else len(run)
             n_next = len(req.output_ids) + n_right + 1
+            if run := kind._run:  # its tokens after the newest one are the next drafts
+                at, n_left = kind._at + n_right + 1, req.most_output - n_next - 1
+                n = kind.speculation.n_tokens
+                end = at + (n if n < n_left else n_left)
+                if n_left >= 0 and end <= len(run) and run[at - 1] == sampled[-1]:
+                    kind._at, kind._n_output, kind._drafts = at, n_next, run[at:end]
+                else:
+                    kind._run = ()
             kept = req.accept_all(sampled)
             accepted.append(kept)
             if logprobs:
@@ -251,9 +256,7 @@ class Drafted(RowKind):
         n, n_left = speculation.n_tokens, req.most_output - n_output - 1
         if n > n_left:
             n = max(0, n_left)
-        if self._at + n <= len(self._run):
-            self._drafts = self._run[self._at : self._at + n]
-            return
+        self._run = ()
         if n and n_output >= self._n_next + _PAUSES[self._n_in_vain] and not self._failed:
             try:
                 if self._predicted is not None:

@@ -42,8 +42,9 @@ class ScoredOutput(RowKind):
         return [self._answering(req, n_tokens, req.n_computed)]
 
     def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
-        token_ids, reason = req.accept_all([record.token_id for record in answer.logprobs])
-        req.logprobs += answer.logprobs[: len(token_ids)]
+        _, logprobs = answer
+        token_ids, reason = req.accept_all([record.token_id for record in logprobs])
+        req.logprobs += logprobs[: len(token_ids)]
         return token_ids, reason
 
     def _answering(self, req: Request, n_tokens: int, start: int) -> InputRow:

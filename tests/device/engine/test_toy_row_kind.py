@@ -59,13 +59,13 @@ class Drafted(RowKind):
         return [InputRow(req.row, req.n_computed + i, (token_id,)) for i, token_id in enumerate(known)]
 
     def accept(self, req: Request, answer: RowAnswer) -> tuple[Sequence[int], FinishReason | None]:
-        n_right = 0
-        while n_right < len(self._drafts) and self._drafts[n_right] == answer.token_ids[n_right]:
+        n_right, (sampled, logprobs) = 0, answer
+        while n_right < len(self._drafts) and self._drafts[n_right] == sampled[n_right]:
             n_right += 1
         req.n_computed -= len(self._drafts) - n_right
         self.n_kept += n_right
-        token_ids, reason = req.accept_all(answer.token_ids[: n_right + 1])
-        req.logprobs += answer.logprobs[: len(token_ids)]
+        token_ids, reason = req.accept_all(sampled[: n_right + 1])
+        req.logprobs += logprobs[: len(token_ids)]
         return token_ids, reason
 
 

@@ -60,10 +60,8 @@ def test_documents_are_ranked_by_the_query_after_them(
         result = plain(*arguments)
         rows = arguments[0]
         answers = {
-            i: answer._replace(
-                logprobs=[one._replace(logprob=-1 / len(rows[i][0].prompt_ids)) for one in answer.logprobs]
-            )
-            for i, answer in result.answers.items()
+            i: (token_ids, [one._replace(logprob=-1 / len(rows[i][0].prompt_ids)) for one in logprobs])
+            for i, (token_ids, logprobs) in result.answers.items()
         }
         return result._replace(answers=answers)
 

@@ -388,7 +388,8 @@ def publish_all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     def mutant(requests: Iterable[Request], kv: KVManager) -> None:
         for req in requests:
             n_output = len(req.output_ids)
-            req.output_ids += req.kind.sent if req.n_in_flight else ()
+            is_issued = req.n_computed > req.n_tokens  # with drafts that are not in the output yet
+            req.output_ids += req.kind.sent if is_issued else ()
             publish_full_blocks([req], kv)
             del req.output_ids[n_output:]
 

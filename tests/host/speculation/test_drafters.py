@@ -16,7 +16,7 @@ from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.iteration.rows.message_builder import BlockTables, MessageBuilder
 from orca_jax.planning.sizes import engine_shape, kv_manager, serving_config
 from orca_jax.planning.stage_memory import StageRoom
-from orca_jax.request.request import PLAIN, Request, RequestState, RowAnswer
+from orca_jax.request.request import PLAIN, Request, RequestState
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
 from orca_jax.service.prepared_params import RuleMaker
@@ -101,7 +101,7 @@ def test_a_drafter_is_not_asked_again_while_the_output_follows_what_it_drafted_a
         assert Drafted.most_tokens([req]) == [4]
         known: Sequence[int]
         (known,) = Drafted.known_ids([(req, 1 + n_drafts)])
-        Drafted.accept_all([req], [RowAnswer(sampled)])
+        Drafted.accept_all([req], [(sampled, ())])
         return known
 
     assert step(3, [2, 3, 4, 5]) == [1, 2, 3, 4]
