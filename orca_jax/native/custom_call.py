@@ -19,6 +19,6 @@ def target(operation: str, **sizes: int) -> str:
 @cache
 def _registered(operation: str, sizes: tuple[tuple[str, int], ...]) -> str:
     function = getattr(library(operation, **dict(sizes)), operation)
-    name = "_".join(("orca", operation, *(str(value) for _, value in sizes)))
+    name = "_".join(("orca", operation, *(f"{macro}{value}" for macro, value in sizes)))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
     return name

@@ -1,8 +1,8 @@
 /* Packed weights (families/packed_form.py), and a panel of them, unpacked for a product.
  *
  * A panel has LANES rows of a weight, one a lane, and up to PANEL_INPUTS inputs: eight bits a code, four inputs' codes
- * in a lane's 32 bits, with scales and minima as float32; or with FLOATS up to FLOAT_INPUTS inputs as scaled floats. It
- * stays in the first cache.
+ * in a lane's 32 bits, with scales and minima as float32; or with FLOATS up to FLOAT_INPUTS inputs as scaled floats, or
+ * with PAIRS as bfloat16 without scales, two inputs in a lane's 32 bits. It stays in the first cache.
  *
  * Macros say what the planes hold:
  *
@@ -41,6 +41,15 @@
 #endif
 #endif
 
+/* Whether FP8 codes are multiplied as bfloat16. Tests set this to 0. */
+#ifndef PAIRS
+#if FLOATS && LANES == 16 && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
+#endif
+
 #if LANES == 16 && !(defined(__AVX512BW__) && defined(__AVX512VL__))
 #error "packed weights need a processor with AVX-512 BW and VL, or with AVX2"
 #endif
@@ -50,7 +59,8 @@
 #ifndef PANEL_INPUTS /* a multiple of SUPER; tests set it lower */
 #define PANEL_INPUTS 1024
 #endif
-#define FLOAT_INPUTS (2048 / LANES) /* of a panel of floats: two panels, and x of some tokens, stay in the first cache */
+/* Inputs of a panel of floats or of pairs: two panels, and x of some tokens, stay in the first cache. */
+#define FLOAT_INPUTS ((PAIRS ? 4096 : 2048) / LANES)
 
 #if SCALE == Q6_K
 #define SCALED 16 /* inputs with a scale in a panel */
@@ -71,7 +81,10 @@ typedef struct {
 } Planes;
 
 typedef struct {
-#if FLOATS
+#if PAIRS
+  ivec pairs[FLOAT_INPUTS / 2 + 2 * LANES] __attribute__((aligned(64)));
+  size_t runs_of_scale; /* after which a scale may change */
+#elif FLOATS
   vec numbers[FLOAT_INPUTS + 4 * LANES] __attribute__((aligned(64)));
 #else
   ivec codes[PANEL_INPUTS / 4 + LANES] __attribute__((aligned(64)));
@@ -240,7 +253,31 @@ INLINE ivec numbers_of(ivec codes) {
 #endif
 }
 
-#if FLOATS
+#if PAIRS
+#define SIXTEEN(byte) byte, byte, byte, byte, byte, byte, byte, byte, byte, byte, byte, byte, byte, byte, byte, byte
+#define LOWER_OF_NORMAL 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0
+
+/* The bytes of a code's number in bfloat16, by the code without its sign. The first eight are subnormal in FP8, which
+ * shifting would leave subnormal, and so zero to the product. */
+static const uint8_t UPPER[128] = {0x00, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c,
+                                   0x3c, 0x3c, SIXTEEN(0x3d), SIXTEEN(0x3e), SIXTEEN(0x3f), SIXTEEN(0x40),
+                                   SIXTEEN(0x41), SIXTEEN(0x42), SIXTEEN(0x43)};
+static const uint8_t LOWER[128] = {0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0,
+                                   0xe0, 0xf0, LOWER_OF_NORMAL, LOWER_OF_NORMAL, LOWER_OF_NORMAL, LOWER_OF_NORMAL,
+                                   LOWER_OF_NORMAL, LOWER_OF_NORMAL, LOWER_OF_NORMAL};
+
+/* The numbers of four FP8 codes a lane as bfloat16: the first and third, then the second and fourth. */
+INLINE void pairs_of(ivec codes, ivec pairs[2]) {
+  const __m512i four = (__m512i)codes;
+  const __m512i magnitudes =
+      _mm512_permutex2var_epi8(_mm512_loadu_si512(UPPER), four, _mm512_loadu_si512(UPPER + 64));
+  const __m512i lower = _mm512_permutex2var_epi8(_mm512_loadu_si512(LOWER), four, _mm512_loadu_si512(LOWER + 64));
+  const __m512i upper = (__m512i)((ivec)magnitudes | (codes & (int32_t)0x80808080));
+  const __mmask64 even = 0x5555555555555555;
+  pairs[0] = (ivec)_mm512_mask_mov_epi8(_mm512_slli_epi16(upper, 8), even, lower);
+  pairs[1] = (ivec)_mm512_mask_mov_epi8(upper, even, _mm512_srli_epi16(lower, 8));
+}
+#elif FLOATS
 #define MOVED 120 /* a code's bits, where a float has them, are its number times 2^-MOVED; a NaN's are 480's */
 
 /* Number j of four FP8 codes, times 2^-MOVED. */
@@ -252,14 +289,17 @@ INLINE vec moved_number(ivec codes, int j) {
 /* Four bits, each the fifth of a byte. */
 INLINE ivec spread(ivec bits) { return (bits * 0x00204081 & 0x01010101) << 4; }
 
-/* Unpacks the codes of n inputs from `k` on, of LANES rows from `out` on. With FLOATS the panel's scales are there. */
+/* Unpacks the codes of n inputs from `k` on, of LANES rows from `out` on. With scaled floats the panel's scales are
+ * there. */
 INLINE void unpack_codes(const Planes *from, size_t out, size_t k, size_t n, Panel *panel) {
 #if CODE == 8
   const size_t n_dwords = n / 4;
   for (size_t j = 0; j < n_dwords; j += LANES) {
     vec tile[LANES];
     dwords_of_rows(from->codes + out * from->n_in + k, from->n_in, j, n_dwords, tile);
-#if FLOATS
+#if PAIRS
+    UNROLL for (int i = 0; i < LANES; i++) pairs_of((ivec)tile[i], panel->pairs + 2 * (j + i));
+#elif FLOATS
     UNROLL for (int i = 0; i < LANES; i++) {
       const vec scale = panel->scales[4 * (j + i) / RUN];
       UNROLL for (int c = 0; c < 4; c++)
@@ -340,6 +380,10 @@ INLINE void unpack_scales(const Planes *from, size_t out, size_t k, size_t n, Pa
   numbers_to_lanes(from->mins, SCALE_BYTES, n_of_row, out, first, n_scales, scale_at, panel->mins);
 #elif MINIMA == ZEROS
   numbers_to_lanes(from->zeros, 1, n_of_row, out, first, n_scales, int8_at, panel->mins);
+#endif
+#if PAIRS
+  const size_t runs = scaled / RUN;
+  panel->runs_of_scale = n_of_row == 1 ? n / RUN : runs & -runs; /* panels start at multiples of powers of two */
 #endif
   for (size_t run = n / RUN; run-- > 0;) { /* the last first: a scale for several runs is repeated in place */
     const size_t at = (k + RUN * run) / scaled - first;

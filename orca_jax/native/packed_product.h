@@ -1,9 +1,9 @@
 /* The product y [T, O] = x [T, I] times a packed weight [O, I] (packed_panel.h).
  *
  * LANES outputs at a time, one a lane, the weight is unpacked to a panel in the first cache, by which all tokens of an
- * item are multiplied: in integers, with x rounded to int8 (packed_integers.h), or FP8 in float32 (packed_floats.h).
- * Sums have one order, but with FP8 and BY_ROWS one token alone another; so a token's result depends on nothing else in
- * the batch, and on no thread.
+ * item are multiplied: in integers, with x rounded to int8 (packed_integers.h), or FP8 in bfloat16 where the processor
+ * can (packed_pairs.h), else in float32 (packed_floats.h). Sums have one order, but with FP8 and BY_ROWS one token alone
+ * another; so a token's result depends on nothing else in the batch, and on no thread.
  *
  * I is a multiple of RUN, or of SUPER with super scales, and O is at least LANES.
  */
@@ -39,7 +39,9 @@ INLINE float greatest(const x_type *x, size_t n) {
   return value;
 }
 
-#if FLOATS
+#if PAIRS
+#include "packed_pairs.h"
+#elif FLOATS
 #include "packed_floats.h"
 #else
 #include "packed_integers.h"

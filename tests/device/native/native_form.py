@@ -19,7 +19,16 @@ def has_native() -> bool:
 
 def other_lanes() -> int:
     """The number of lanes that this processor does not choose: 8 with AVX-512, else 16."""
-    return 8 if "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split() else 16
+    return 8 if "avx512f" in _flags() else 16
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether FP8 codes are multiplied as bfloat16 (packed_pairs.h)."""
+    return {"avx512_bf16", "avx512vbmi"} <= _flags()
+
+
+def _flags() -> set[str]:
+    return set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
 
 
 needs_native = pytest.mark.skipif(not has_native(), reason="no C compiler, or neither AVX-512 nor AVX2")

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orca_jax.execution.matmul_backend import choose_products
-from orca_jax.families.packed_form import PackedForm
+from orca_jax.families.packed_form import PackedForm, fp8
 from orca_jax.model.packed_weight import unpacked
 from orca_jax.model.weight import kind_of
 from orca_jax.native import packed_products
 from orca_jax.native.operations import PACKED_MOST
 from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
-from tests.device.native.native_form import needs_native, other_lanes
+from tests.device.native.native_form import multiplies_bfloat16, needs_native, other_lanes
 from tests.packed_planes import EVERY_FORM, random_planes
 
 CPU = jax.devices("cpu")[0]
@@ -31,11 +31,13 @@ EVERY = pytest.mark.parametrize("name", EVERY_FORM)
 # Codes of four bits, of six, signed ones, a table's, signed ones with a scale for a token, and FP8.
 EACH_KIND = ["Q4_1", "Q6_K", "Q8_0", "IQ4_NL", "w8a8", "fp8-blocks"]
 
-# The product as other processors compute it: AVX2, AVX2 with VNNI, AVX-512 without; or in many small pieces.
-BUILDS = {
+# The product as other processors compute it: AVX2, AVX2 with VNNI, AVX-512 without it or without products of bfloat16;
+# or in many small pieces.
+BUILDS: dict[str, dict[str, int]] = {
     "narrow": {"LANES": 8, "VNNI": 0},
     "small": {"PANEL_INPUTS": 256, "ITEM_TOKENS": 24},
     **({"narrow vnni": {"LANES": 8}, "no vnni": {"VNNI": 0}} if other_lanes() == 8 else {}),
+    **({"no bfloat16": {"PAIRS": 0}} if multiplies_bfloat16() else {}),
 }
 
 Planes = dict[str, np.ndarray]
@@ -56,11 +58,12 @@ def product(
     return np.asarray(native_packed(jnp.asarray(x), form, on_device, count, steady=steady))
 
 
-def as_taken(x: np.ndarray, form: PackedForm) -> np.ndarray:
-    """x [T, in] as the product takes it, in float64: rounded, unless codes are FP8."""
+def as_taken(x: np.ndarray, form: PackedForm, macros: dict[str, int]) -> np.ndarray:
+    """x [T, in] as the product takes it, in float64: rounded, but with FP8 codes only on some processors."""
     wide = x.astype(np.float32)
     if form.code == "fp8":
-        return wide.astype(np.float64)
+        pairs = multiplies_bfloat16() and macros.get("PAIRS", 1) and macros.get("LANES", 16) == 16
+        return (wide.astype(BFLOAT16) if pairs else wide).astype(np.float64)
     run = x.shape[1] if form.integer_inputs else RUN
     runs = wide.reshape(len(x), x.shape[1] // run, run)
     scale = np.abs(runs).max(-1, keepdims=True) / np.float32(127)
@@ -69,9 +72,11 @@ def as_taken(x: np.ndarray, form: PackedForm) -> np.ndarray:
     return (np.rint(runs * inverse) * scale).reshape(x.shape).astype(np.float64)
 
 
-def as_stated(x: np.ndarray, form: PackedForm, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def as_stated(
+    x: np.ndarray, form: PackedForm, weight: np.ndarray, macros: dict[str, int] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """The product in float64, and the sum of its terms' magnitudes, by which float32 sums may differ."""
-    taken, wide = as_taken(x, form), weight.T.astype(np.float64)
+    taken, wide = as_taken(x, form, macros or {}), weight.T.astype(np.float64)
     return taken @ wide, np.abs(taken) @ np.abs(wide)
 
 
@@ -148,7 +153,7 @@ def test_on_other_processors(name: str, build: str) -> None:
     n_in = n_inputs(form, 4) + max(RUN, form.multiple)
     planes, weight = weights(form, 37, n_in, 3)
     x = inputs(4, 27, n_in)
-    true, terms = as_stated(x, form, weight)
+    true, terms = as_stated(x, form, weight, BUILDS[build])
     with built_with(**BUILDS[build]):
         assert (np.abs(product(x, form, planes) - true) <= TERMS * terms).all()
         assert (np.abs(product(x[3:4], form, planes) - true[3]) <= TERMS * terms[3]).all()
@@ -171,8 +176,8 @@ def test_integers_do_not_overflow(name: str) -> None:
     x = np.full((3, n_in), 3.0, np.float32)
     x[1] = -3
     x[2, ::2] = -3
-    true, terms = as_stated(x, form, weight)
     for macros in ({}, *BUILDS.values()):
+        true, terms = as_stated(x, form, weight, macros)
         with built_with(**macros):
             assert (np.abs(product(x, form, planes) - true) <= TERMS * terms).all(), macros
 
@@ -245,6 +250,20 @@ def test_every_number_of_fp8_counts_the_smallest_too(macros: dict[str, int]) -> 
     np.testing.assert_array_equal(alone[:, 0], 1.5 * numbers[[1, 7, 8, 129, 254]])
     np.testing.assert_allclose(every[is_number, 3], 1.5e-30 * numbers[is_number], rtol=1e-6)
     assert (np.abs(every[~is_number, 0]) == 720).all()  # NaN
+
+
+@needs_native
+@pytest.mark.parametrize("macros", [{}, *BUILDS.values()])
+@pytest.mark.parametrize("block", [32, 64, 96, 384, 576])
+def test_scales_of_fp8_for_any_number_of_runs(block: int, macros: dict[str, int]) -> None:
+    """Blocks end where panels do, within them, and after them."""
+    form = fp8(block)
+    planes, weight = weights(form, 40, 1152, 25)
+    x = inputs(26, 14, 1152)
+    true, terms = as_stated(x, form, weight, macros)
+    with built_with(**macros):
+        for n in (1, 2, 14):
+            assert (np.abs(product(x[:n], form, planes) - true[:n]) <= TERMS * terms[:n]).all(), n
 
 
 @needs_native
