@@ -34,11 +34,12 @@ def native_packed(
     """x [T, in] times a packed weight [*out, in] whose planes are those of `form`: [T, out] in x's dtype.
 
     x is float32 or bfloat16, its inputs in the order of the planes'. With FP8 codes it is taken as it is, or
-    rounded to bfloat16 where the processor multiplies that. With others it is rounded to int8, with a scale for each 32 inputs of a token, or for the whole token if
-    the form has `integer_inputs`. Sums are float32. Only the first `n_tokens` [1] int32
-    rows, by default all, are computed; the others are zero. A token's result depends on nothing else in the
-    batch; with FP8 codes it may depend on whether it is alone, unless `steady`. An FP8 code of NaN counts
-    as 480. Raises NotBuilt without a C compiler, or without AVX-512 or AVX2.
+    rounded to bfloat16 where the processor multiplies that. With others it is rounded to int8, with a scale
+    for each 32 inputs of a token, or for the whole token if the form has `integer_inputs`. Sums are float32.
+    Only the first `n_tokens` [1] int32 rows, by default all, are computed; the others are zero. A token's
+    result depends on nothing else in the batch; with FP8 codes it may depend on whether it is alone, unless
+    `steady`. An FP8 code of NaN counts as 480. Raises NotBuilt without a C compiler, or without
+    AVX-512 or AVX2.
     """
     n_out = planes["codes"].size // planes["codes"].shape[-1]
     if n_tokens is None:

@@ -176,7 +176,8 @@ print("ready", flush=True)
 sys.stdin.readline()
 print(linear_target("float32", "float32"), attention_target(64, 16, "float32", "float32"))
 """
-TARGETS = "orca_linear_X_BITS32_WEIGHT_BITS32 orca_split_attention_HEAD_SIZE64_BLOCK_SIZE16_Q_BITS32_KV_BITS32"
+TARGETS = "orca_linear_X_BITS32_WEIGHT_BITS32 "
+TARGETS += "orca_split_attention_HEAD_SIZE64_BLOCK_SIZE16_Q_BITS32_KV_BITS32"
 
 
 def process(*args: object) -> "subprocess.Popen[str]":

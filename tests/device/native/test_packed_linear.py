@@ -31,8 +31,8 @@ EVERY = pytest.mark.parametrize("name", EVERY_FORM)
 # Codes of four bits, of six, signed ones, a table's, signed ones with a scale for a token, and FP8.
 EACH_KIND = ["Q4_1", "Q6_K", "Q8_0", "IQ4_NL", "w8a8", "fp8-blocks"]
 
-# The product as other processors compute it: AVX2, AVX2 with VNNI, AVX-512 without it or without products of bfloat16;
-# or in many small pieces.
+# The product as other processors compute it: AVX2, AVX2 with VNNI, AVX-512 without it or without products of
+# bfloat16; or in many small pieces.
 BUILDS: dict[str, dict[str, int]] = {
     "narrow": {"LANES": 8, "VNNI": 0},
     "small": {"PANEL_INPUTS": 256, "ITEM_TOKENS": 24},
