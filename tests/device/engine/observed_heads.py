@@ -1,6 +1,9 @@
 """Engines with a head that drafts: what it computes in each round, and the results with it and without."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,17 +15,25 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.engine.draft_engine import DraftEngine
+from orca_jax.config import ORCA, SchedulingConfig, ServingConfig
+from orca_jax.engine.draft_engine import DraftEngine, ServedCache
 from orca_jax.engine.engine_master import EngineMaster
 from orca_jax.execution.worker import LocalWorkers
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.rows import drafted
+from orca_jax.iteration.rows.drafted import Drafted
 from orca_jax.iteration.shape import serving_buckets
 from orca_jax.launch import local_draft
+from orca_jax.launch.local_engine import build_engine
 from orca_jax.model import reference
-from orca_jax.request.request import Request
+from orca_jax.request.request import PLAIN, Request
+from orca_jax.scheduling.kv_manager import KVManager
+from orca_jax.scheduling.scheduler import Scheduler
 from orca_jax.service.generation import GenerationResult
-from tests.device.engine.planned_requests import assert_same_logprobs
+from orca_jax.sharding.partition import split_model
+from orca_jax.speculation.drafter import Speculation, configured_speculation
+from tests.device.engine.planned_requests import assert_same_logprobs, drawn_policies
+from tests.device.harness import harness
 
 SIZES: dict[str, Any] = {"max_batch_size": 16, "n_slots": 400, "max_batch_tokens": 16, "block_size": 4}
 PREFIX = [5, 9, 2, 14, 33, 21, 7, 7, 60]  # two full blocks
@@ -183,39 +194,19 @@ SAMPLINGS = st.builds(
     min_tokens=st.integers(0, 3),
 )
 TAILS = st.lists(st.integers(0, 60), min_size=1, max_size=6)
-DRAWN = st.lists(
-    st.tuples(st.builds(lambda stem, tail: [*stem, *tail], st.sampled_from([[], PREFIX]), TAILS), SAMPLINGS),
-    min_size=1,
-    max_size=5,
-)
-# Options of the engines, by the policy that they choose.
-POLICIES: dict[str, dict[str, Any]] = {
-    "default": {},
-    "whole-prompts": {"chunked_prefill": False, "max_batch_tokens": 64},
-    "full-reservation": {"reservation": "full"},
-    "priority": {"scheduling_policy": "priority", "n_slots": 160},
-    "fair": {"scheduling_policy": "fair"},
-    "longest-prefix": {"scheduling_policy": "longest-prefix"},
-    "no-overlap": {"overlap": False},
-    "not-shared": {"prefix_caching": False},
-}
+PROMPT = st.builds(lambda stem, tail: [*stem, *tail], st.sampled_from([[], PREFIX]), TAILS)
+DRAWN = st.lists(st.tuples(PROMPT, SAMPLINGS), min_size=1, max_size=5)
 
 
-def assert_drawn_results_are_the_same(
-    directory: Path, speculative: str, policy: str, *, n_examples: int = 12
-) -> None:
-    """Compare drawn requests with the head and without it."""
-    options = SIZES | POLICIES[policy]
+def assert_drawn_results_are_the_same(directory: Path, speculative: str) -> None:
+    """Compare drawn requests with the head and without it, as their user sees them."""
     with (
-        LLM(directory, seed=0, **options) as plain,
-        LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **options) as drafting,
+        LLM(directory, seed=0, **SIZES) as plain,
+        LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **SIZES) as drafting,
     ):
 
         @settings(
-            max_examples=n_examples,
-            deadline=None,
-            derandomize=True,
-            suppress_health_check=[HealthCheck.too_slow],
+            max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
         )
         @example(asked=[(prompt, SamplingParams(max_tokens=24, temperature=0)) for prompt in PROMPTS])
         @given(asked=DRAWN)
@@ -230,3 +221,103 @@ def assert_drawn_results_are_the_same(
         made = drafting.service.speculation
         assert made is not None
         assert made.n_drafted > made.n_accepted > 20, (made.n_drafted, made.n_accepted)
+
+
+class Asked(NamedTuple):
+    """A request that arrives before a step."""
+
+    arrival: int
+    prompt: list[int]
+    sampling: SamplingParams
+    priority: int
+
+
+DRAWN_IN_TIME = st.lists(
+    st.builds(Asked, st.integers(0, 6), PROMPT, SAMPLINGS, st.integers(0, 1)), min_size=2, max_size=6
+)
+CROWD = [
+    Asked(i // 2, prompt, SamplingParams(max_tokens=24, temperature=temperature), priority=i % 2)
+    for i, (prompt, temperature) in enumerate(product(PROMPTS, (0.0, 0.8)))
+]
+
+
+class Engines:
+    """New engines with any policy on the workers of one that has a head, which keep their programs."""
+
+    def __init__(self, llm: LLM) -> None:
+        engine = llm.service.scheduler.engine
+        assert isinstance(engine, EngineMaster) and isinstance(engine._workers, LocalWorkers)
+        self.serving = llm.service.scheduler.config
+        self._model, self._workers = llm.config, engine._workers.workers
+        self._head, (self._head_worker,) = head_engine(llm), head_workers(llm).workers
+
+    def play(
+        self, asked: Sequence[Asked], serving: ServingConfig
+    ) -> tuple[list[Request], Speculation | None, Scheduler]:
+        """Play the requests, with drafts of the head if the policy has them."""
+        ran = harness(self._model, {}, serving, workers=self._workers)
+        speculation = configured_speculation(
+            serving.scheduling, vocab_size=self._model.vocab_size, draft_model=self._drafter(ran.kv)
+        )
+        requests = [
+            Request(
+                str(i),
+                tuple(one.prompt),
+                len(one.prompt) + one.sampling.max_tokens,
+                one.sampling,
+                seed=i,
+                end_token_ids=frozenset(one.sampling.stop_token_ids),
+                kind=PLAIN if speculation is None else Drafted(speculation),
+                priority=one.priority,
+                owner=f"client {i % 2}",
+            )
+            for i, one in enumerate(asked)
+        ]
+        ran.run(requests, [one.arrival for one in asked])
+        return requests, speculation, ran.scheduler
+
+    def _drafter(self, served: KVManager) -> DraftEngine:
+        """The head with an empty cache, beside the cache of a served model."""
+        model, worker = self._head.model, self._head_worker
+        scheduling = SchedulingConfig(prefix_caching=served.prefixes is not None)
+        sizes = replace(self._head.config, scheduling=scheduling)
+        parts = split_model(model, jax.devices()[:1])
+        built = build_engine(model, [], sizes, parts, workers=[worker])
+        costs = [0.0] * len(serving_buckets(sizes))
+        drafter = DraftEngine(built.engine, built.kv, model=model, config=sizes, costs=costs)
+        assert worker.states is not None
+        drafter.served = ServedCache(served, worker.states.of_block)
+        return drafter
+
+
+def assert_drawn_policies_change_no_result(directory: Path, speculative: str, n_examples: int) -> None:
+    """Compare drawn requests by Algorithm 1 with those of drawn policies and the head."""
+    sizes: dict[str, Any] = SIZES | {"n_slots": 120, "max_batch_tokens": 64}
+    seen = Counter[str]()
+    with LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **sizes) as llm:
+        engines = Engines(llm)
+
+        @settings(
+            max_examples=n_examples,
+            deadline=None,
+            derandomize=n_examples <= 100,
+            suppress_health_check=[HealthCheck.too_slow],
+        )
+        @example(asked=CROWD, policy=SchedulingConfig(), overlap=True)
+        @given(asked=DRAWN_IN_TIME, policy=drawn_policies(deterministic=False), overlap=st.booleans())
+        def results_are_equal(asked: list[Asked], policy: SchedulingConfig, overlap: bool) -> None:
+            expected, _, _ = engines.play(asked, replace(engines.serving, scheduling=ORCA))
+            policy = replace(policy, speculative=speculative, speculative_tokens=3)
+            found, made, scheduler = engines.play(
+                asked, replace(engines.serving, scheduling=policy, overlap=overlap)
+            )
+            for theirs, ours in zip(expected, found, strict=True):
+                assert (ours.output_ids, ours.finish_reason) == (theirs.output_ids, theirs.finish_reason)
+                assert_same_logprobs(ours.logprobs, theirs.logprobs, atol=1e-5)
+            assert made is not None and made.shared is not None and not made.shared.failed
+            seen["accepted"] += made.n_accepted
+            seen["rejected"] += made.n_drafted - made.n_accepted
+            seen["preempted"] += scheduler.n_preemptions
+
+        results_are_equal()
+    assert seen["accepted"] > 20 and seen["rejected"] > 20 and seen["preempted"], seen

@@ -124,6 +124,28 @@ def play(
     return requests, ran.scheduler
 
 
+def drawn_policies(*, deterministic: bool) -> st.SearchStrategy[SchedulingConfig]:
+    """The ways to schedule, of which a deterministic engine has fewer."""
+    orders = ["fcfs", "priority", "fair"]
+    if deterministic:
+        return st.builds(
+            SchedulingConfig,
+            chunked_prefill=st.just(False),
+            prefix_caching=st.just(False),
+            reservation=st.just("full"),
+            scheduling_policy=st.sampled_from(orders),
+        )
+    return st.booleans().flatmap(
+        lambda prefix_caching: st.builds(
+            SchedulingConfig,
+            chunked_prefill=st.booleans(),
+            prefix_caching=st.just(prefix_caching),
+            reservation=st.sampled_from(["full", "on-demand"]),
+            scheduling_policy=st.sampled_from([*orders, *["longest-prefix"] * prefix_caching]),
+        )
+    )
+
+
 def assert_same(result: Request, unsplit: Request) -> None:
     assert (result.output_ids, result.finish_reason) == (unsplit.output_ids, unsplit.finish_reason)
     assert (result.prompt_logprobs is None) == (unsplit.prompt_logprobs is None)

@@ -17,9 +17,9 @@ from orca_jax.errors import ConfigError, TensorMismatch
 from orca_jax.families.next_token import next_token_head
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
-    POLICIES,
     PREFIX,
     SIZES,
+    assert_drawn_policies_change_no_result,
     assert_drawn_results_are_the_same,
     assert_same_results,
     dense,
@@ -104,11 +104,18 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]
     assert_same_results(directory, "mtp", **options)
 
 
-@pytest.mark.matrix(but=["default"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path, policy: str) -> None:
+@pytest.mark.matrix
+def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path) -> None:
     directory = written(tmp_path, DEEPSEEK, knowing(with_next_layer(DEEPSEEK)))
-    assert_drawn_results_are_the_same(directory, "mtp", policy)
+    assert_drawn_results_are_the_same(directory, "mtp")
+
+
+@pytest.mark.parametrize(
+    "n_examples", [6, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
+)
+def test_drawn_policies_change_no_result(tmp_path: Path, n_examples: int) -> None:
+    directory = written(tmp_path, DEEPSEEK, knowing(with_next_layer(DEEPSEEK)))
+    assert_drawn_policies_change_no_result(directory, "mtp", n_examples)
 
 
 def knowing(tensors: Tensors, others: float = 0.01) -> Tensors:

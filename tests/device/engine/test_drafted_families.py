@@ -28,7 +28,7 @@ from orca_jax.request.request import PLAIN, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.sharding.partition import split_model
 from orca_jax.speculation.drafter import Speculation, configured_speculation
-from tests.device.engine.planned_requests import assert_same_logprobs
+from tests.device.engine.planned_requests import assert_same_logprobs, drawn_policies
 from tests.device.harness import harness, place
 from tests.device.model.golden import DIRECTORY, NAMES, load_golden
 
@@ -156,27 +156,6 @@ def drawn_requests() -> st.SearchStrategy[list[Asked]]:
     return st.lists(asked, min_size=2, max_size=5)
 
 
-def policies(deterministic: bool) -> st.SearchStrategy[SchedulingConfig]:
-    orders = ["fcfs", "priority", "fair"]
-    if deterministic:
-        return st.builds(
-            SchedulingConfig,
-            chunked_prefill=st.just(False),
-            prefix_caching=st.just(False),
-            reservation=st.just("full"),
-            scheduling_policy=st.sampled_from(orders),
-        )
-    return st.booleans().flatmap(
-        lambda prefix_caching: st.builds(
-            SchedulingConfig,
-            chunked_prefill=st.booleans(),
-            prefix_caching=st.just(prefix_caching),
-            reservation=st.sampled_from(["full", "on-demand"]),
-            scheduling_policy=st.sampled_from([*orders, *["longest-prefix"] * prefix_caching]),
-        )
-    )
-
-
 @pytest.mark.parametrize(
     "n_examples", [6, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
 )
@@ -206,7 +185,7 @@ def test_results_are_those_without_speculation(name: str, deterministic: bool, n
     @example(asked=CROWD, policy=ONE_PHASE, drafter="told", wrong=0.2)
     @given(
         asked=drawn_requests(),
-        policy=policies(deterministic),
+        policy=drawn_policies(deterministic=deterministic),
         drafter=st.sampled_from(["told", "suffix", "ngram", *["model"] * all_drafters]),
         wrong=st.sampled_from([0.2, 0.0, 1.0]),
     )

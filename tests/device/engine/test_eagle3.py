@@ -19,9 +19,9 @@ from orca_jax.model import reference
 from orca_jax.model_files.draft_model import eagle3_reader
 from tests.device.checkpoint.tiny_checkpoint import Tensors, write_checkpoint
 from tests.device.engine.observed_heads import (  # noqa: F401  (fixtures)
-    POLICIES,
     PREFIX,
     SIZES,
+    assert_drawn_policies_change_no_result,
     assert_drawn_results_are_the_same,
     assert_same_results,
     dense,
@@ -390,12 +390,20 @@ def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]
     assert_same_results(directory, f"eagle3:{head}", **options)
 
 
-@pytest.mark.matrix(but=["default"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path, policy: str) -> None:
+@pytest.mark.matrix
+def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
     head = knowing_head().written(tmp_path / "head")
-    assert_drawn_results_are_the_same(directory, f"eagle3:{head}", policy)
+    assert_drawn_results_are_the_same(directory, f"eagle3:{head}")
+
+
+@pytest.mark.parametrize(
+    "n_examples", [6, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
+)
+def test_drawn_policies_change_no_result(tmp_path: Path, n_examples: int) -> None:
+    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
+    head = knowing_head().written(tmp_path / "head")
+    assert_drawn_policies_change_no_result(directory, f"eagle3:{head}", n_examples)
 
 
 def test_a_head_that_knows_is_always_right(tmp_path: Path) -> None:
