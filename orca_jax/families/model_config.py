@@ -644,11 +644,11 @@ class ModelConfig:
 
     def selection_of(self, layer: int) -> int:
         """The layer that selects the keys which a layer sees: itself, or the one whose selection it takes."""
-        own = range(layer, -1, -1)
-        kinds = ((i, self.layers[i].attention) for i in own)
-        return next(
-            (i for i, one in kinds if one and not (one.indexer is not None and one.indexer.shared)), layer
-        )
+        own = self.layers[layer].attention
+        if own is None or own.indexer is None or not own.indexer.shared:
+            return layer
+        earlier = ((i, self.layers[i].attention) for i in reversed(range(layer)))
+        return next(i for i, one in earlier if one and one.indexer is not None and not one.indexer.shared)
 
     def memory_of(self, layer: int) -> int:
         """The layer whose cache a layer reads: itself, or the one whose keys and values it takes."""

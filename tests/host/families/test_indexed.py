@@ -20,6 +20,7 @@ from orca_jax.families.presets import PRESETS
 from orca_jax.families.rotary import Rotary
 from orca_jax.planning.stage_layers import check_split
 
+GOLDEN = Path(__file__).parents[2] / "data" / "golden"
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 48,
@@ -114,6 +115,13 @@ def test_layers_that_share_what_an_earlier_one_selects(
 def test_layers_that_share_with_none_before_them(kinds: list[str], tmp_path: Path) -> None:
     with pytest.raises(BadModelConfig, match="indexer_types: expected 4 of full, shared, the first full"):
         read(tmp_path, GLM, indexer_types=kinds)
+
+
+@pytest.mark.parametrize("name", ["bamba-grouped", "lfm2-recurrent-last", "llama-grouped"])
+def test_layers_without_an_indexer_take_no_selection(name: str) -> None:
+    model = read_config(GOLDEN / name)
+    assert [model.selection_of(i) for i in range(model.n_layers)] == [*range(model.n_layers)]
+    check_split(model, ParallelConfig(pipeline_parallel=2))
 
 
 def test_stages_and_heads_that_lack_a_selection_are_refused(tmp_path: Path) -> None:
