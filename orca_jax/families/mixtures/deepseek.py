@@ -201,13 +201,18 @@ def _written(model: ModelConfig) -> dict[str, Any] | None:
     }
 
 
-def latent_fields(model: ModelConfig) -> dict[str, Any] | None:
-    """The fields that `read_latent_decoder` reads; None without latent attention or experts."""
-    attention, mixed = model.attention, mixed_fields(model)
+def latent_fields(
+    model: ModelConfig, *, without_experts: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The fields that `read_latent_decoder` reads; None without latent attention or experts.
+
+    If no layer has experts, `without_experts` are their fields.
+    """
+    attention, mixed = model.attention, mixed_fields(model) or without_experts
     latent = attention.latent
     if latent is None or mixed is None:
         return None
-    fields = common_fields(model) | mixed
+    fields = common_fields(model) | {**mixed}
     fields |= {
         "num_key_value_heads": attention.n_heads,
         "attention_bias": attention.qkv_bias,

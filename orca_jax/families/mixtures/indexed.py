@@ -25,6 +25,11 @@ _DENSE, _SPARSE = "dense", "sparse"  # a layer's kind in `mlp_layer_types`
 _INDEXED = "indexed_attention"  # in `layer_types`
 _FULL, _SHARED = "full", "shared"  # in `indexer_types`
 
+# What a file must say of experts even if no layer has them.
+_UNUSED_EXPERTS = dict.fromkeys(
+    ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"), 1
+)
+
 _INDEXER = "{prefix}layers.{i}.self_attn.indexer."
 _WEIGHTS: Mapping[str, StoredName] = {
     **deepseek.WEIGHTS,
@@ -129,7 +134,8 @@ def _sparse_layers(fields: ConfigFields) -> list[bool]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any] | None:
-    written, indexer = deepseek.latent_fields(model), model.attention.indexer
+    unused = {"intermediate_size": model.feed_forward.size, **_UNUSED_EXPERTS}
+    written, indexer = deepseek.latent_fields(model, without_experts=unused), model.attention.indexer
     if written is None or indexer is None:
         return None
     experts = [layer.experts for layer in model.layers]

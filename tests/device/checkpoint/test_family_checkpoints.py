@@ -83,7 +83,8 @@ def _wrong_configs(model_type: str, config: Config) -> Iterator[tuple[Config, ty
     # Nemotron-H's number follows from the list of its layers, and Gemma 4 says more about single ones.
     if layers in config and "per_layer_config" not in config:
         fewer = config[layers] - 1
-        of_layers = ("layer_types", "mlp_layer_types", "no_rope_layers")  # which have an entry for each layer
+        # These have an entry for each layer.
+        of_layers = ("layer_types", "mlp_layer_types", "no_rope_layers", "indexer_types")
         changed: Config = {name: config[name][:fewer] for name in of_layers if config.get(name)}
         if "moe_layers" in config:
             changed["moe_layers"] = [layer for layer in config["moe_layers"] if layer < fewer]
