@@ -39,7 +39,7 @@ _TILINGS = {
 
 
 class IndexQueries(NamedTuple):
-    """What a token's query brings to the scores of keys."""
+    """The part of a key's score that its query brings."""
 
     queries: jax.Array  # [T, n_heads, k]
     weights: jax.Array  # [T, n_heads] float32, with the scores' scale

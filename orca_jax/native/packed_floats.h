@@ -120,11 +120,7 @@ static void multiply_rows(const Planes *from, size_t out, size_t k, size_t n, co
         UNROLL for (int i = 0; i < ROWS; i++) __builtin_prefetch(codes + run * RUN + (ROWS + i) * from->n_in, 0, 2);
       add_run_of_rows(codes + run * RUN, from->n_in, (const float *)(panel->scales + run) + row, runs + run, totals);
     }
-    const __m256 pairs[2] = {_mm256_hadd_ps((__m256)totals[0], (__m256)totals[1]),
-                             _mm256_hadd_ps((__m256)totals[2], (__m256)totals[3])};
-    const __m256 fours = _mm256_hadd_ps(pairs[0], pairs[1]);
-    const __m128 of_rows = _mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1));
-    *(vec4 *)((float *)sums + row) += (vec4)of_rows;
+    *(vec4 *)((float *)sums + row) += sums_of_rows(totals);
   }
 }
 

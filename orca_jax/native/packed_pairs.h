@@ -89,14 +89,6 @@ INLINE void multiply(const Panel *panels, const Run *runs, size_t n_runs, vec *s
 
 #define ROWS 8 /* rows whose sums stay in registers: a vector has a run of one of them, and of the fourth after it */
 
-/* The sums of the eight lanes of each of four rows. */
-INLINE vec4 sums_of_rows(const vec8 rows[4]) {
-  const __m256 pairs[2] = {_mm256_hadd_ps((__m256)rows[0], (__m256)rows[1]),
-                           _mm256_hadd_ps((__m256)rows[2], (__m256)rows[3])};
-  const __m256 fours = _mm256_hadd_ps(pairs[0], pairs[1]);
-  return (vec4)_mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1));
-}
-
 /* Adds a run of ROWS rows, `stride` apart, to their parts of first and of second pairs. */
 INLINE void add_run_of_rows(const uint8_t *codes, size_t stride, const Run *x, vec parts[ROWS / 2][2]) {
   const ivec first = (ivec)_mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)x->x));

@@ -286,6 +286,16 @@ INLINE vec moved_number(ivec codes, int j) {
 }
 #endif
 
+#if FLOATS
+/* The sums of the eight lanes of each of four rows. */
+INLINE vec4 sums_of_rows(const vec8 rows[4]) {
+  const __m256 pairs[2] = {_mm256_hadd_ps((__m256)rows[0], (__m256)rows[1]),
+                           _mm256_hadd_ps((__m256)rows[2], (__m256)rows[3])};
+  const __m256 fours = _mm256_hadd_ps(pairs[0], pairs[1]);
+  return (vec4)_mm_add_ps(_mm256_castps256_ps128(fours), _mm256_extractf128_ps(fours, 1));
+}
+#endif
+
 /* Four bits, each the fifth of a byte. */
 INLINE ivec spread(ivec bits) { return (bits * 0x00204081 & 0x01010101) << 4; }
 

@@ -219,7 +219,9 @@ def test_blocks_that_came_before_the_end_are_kept_and_the_others_computed(
         if cause == "cancelled":
             offer.end(FinishReason.CANCELLED)
         else:
-            chunks.llm.service.scheduler.kv.leases.stop()  # pyright: ignore[reportOptionalMemberAccess]
+            granted = chunks.llm.service.scheduler.kv.leases
+            assert granted is not None
+            granted.stop()
         chunks.goes_on.set()
         thread.join(30)
     # The third chunk's may come too before the scheduler has seen the end.

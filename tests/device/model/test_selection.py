@@ -48,7 +48,7 @@ N_ROWS, N_TOKENS, N_BLOCKS = 5, 64, 60
 def run(
     rows: tuple[jax.Array, ...], asked: IndexQueries, q: jax.Array, cache: LayerCache, *, follow_lengths: bool
 ) -> tuple[jax.Array, ...]:
-    """What is selected, the results, the tokens that select, and whether any does."""
+    """Returns the selection, the results, the tokens that select, and whether any does."""
     table, row_start, kv_length = rows
     batch = Batch(table, row_start, kv_length, kv_length > TOP_K, N_TOKENS, False, follow_lengths)
     own = selecting(batch, TOP_K, BLOCK, None)

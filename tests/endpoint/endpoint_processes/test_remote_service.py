@@ -20,7 +20,6 @@ from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.request import FinishReason, Request
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.scheduling.leases import Leases
 from orca_jax.service.output import Piece
 from server.endpoint_processes.messages import AdapterFacts, Status
 from server.gateway.gateway import Gateway, LiveRequest, Phase, Submission, submitted
@@ -28,7 +27,7 @@ from server.gateway.served_model import ServedModel
 from tests.endpoint.endpoint_processes.linked import linked
 from tests.endpoint.harness import until_here
 from tests.host.engines import CONFIG, LETTERS, MODEL, GatedEngine, at_rest, orca, simulated, writing
-from tests.host.scheduling.test_leases import FACTS, SIZE, Packed
+from tests.host.scheduling.test_leases import Packed, leases_of
 
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
@@ -247,16 +246,7 @@ def test_params_of_a_transfer_come_while_the_prompt_is_computed() -> None:
 
     with orca(engine) as service:
         kv = service.scheduler.kv
-        kv.leases = Leases(
-            kv,
-            FACTS,
-            Packed,
-            block_bytes=SIZE,
-            most_bytes=10 * SIZE,
-            seconds=60.0,
-            engine_id="engine",
-            address=("127.0.0.1", 7),
-        )
+        kv.leases = leases_of(kv, Packed)
         asyncio.run(main())
 
 

@@ -13,7 +13,7 @@ from orca_jax.request.request import FinishReason
 from orca_jax.scheduling.leases import Leases
 from tests.endpoint.harness import Server, serving, until
 from tests.host.engines import GatedEngine, writing
-from tests.host.scheduling.test_leases import FACTS, SIZE, Packed
+from tests.host.scheduling.test_leases import Packed, leases_of
 
 PROMPT = [*range(40)]
 WISH = {"do_remote_decode": True, "offer_early": True}
@@ -23,16 +23,7 @@ WISH = {"do_remote_decode": True, "offer_early": True}
 def leasing(engine: GatedEngine) -> Iterator[tuple[Server, Leases]]:
     with serving(engine=engine) as server:
         kv = server.service.scheduler.kv
-        kv.leases = leases = Leases(
-            kv,
-            FACTS,
-            Packed,
-            block_bytes=SIZE,
-            most_bytes=10 * SIZE,
-            seconds=60.0,
-            engine_id="engine",
-            address=("127.0.0.1", 7),
-        )
+        kv.leases = leases = leases_of(kv, Packed)
         yield server, leases
 
 

@@ -121,7 +121,7 @@ def test_the_first_chunk_s_blocks_arrive_before_the_third_is_computed(rig: Rig) 
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("cause", ["cancelled", "other weights", "silence", "the end of the taker"])
 def test_a_prompt_that_is_not_computed_to_its_end_ends_its_transfer(rig: Rig, cause: str, first: int) -> None:
-    """What came before is whole. Blocks that the taker has are not sent."""
+    """Blocks that came before are whole, and those that the taker has are not sent."""
     request, taker, transport = rig.request(16), Taker(), SocketTransport(FACTS)
     into = [[memoryview(bytearray(SIZE))] for _ in range(first, 4)]
     rig.compute(request, 12)

@@ -1,6 +1,7 @@
 """Leases: bounded in bytes and in time, each for whoever knows its name and digest, once."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,29 @@ class Packed:
         return [memoryview(bytes([self.blocks[index]] * SIZE))]
 
 
+def leases_of(
+    kv: KVManager,
+    pack: Callable[[Sequence[int], int | None], Packed],
+    *,
+    state_bytes: int = 0,
+    most_bytes: int = 10 * SIZE,
+    seconds: float = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Leases:
+    return Leases(
+        kv,
+        FACTS,
+        pack,
+        block_bytes=SIZE,
+        state_bytes=state_bytes,
+        most_bytes=most_bytes,
+        seconds=seconds,
+        engine_id="engine",
+        address=("127.0.0.1", 7),
+        clock=clock,
+    )
+
+
 class Rig:
     def __init__(self, most_blocks: int, n_snapshots: int = 0) -> None:
         self.kv = KVManager(
@@ -41,16 +65,12 @@ class Rig:
         )
         self.now = 0.0
         self.packed: list[Packed] = []
-        self.leases = Leases(
+        self.leases = leases_of(
             self.kv,
-            FACTS,
             self.pack,
-            block_bytes=SIZE,
             state_bytes=STATE,
             most_bytes=most_blocks * SIZE,
             seconds=10.0,
-            engine_id="engine",
-            address=("127.0.0.1", 7),
             clock=lambda: self.now,
         )
 
