@@ -13,7 +13,8 @@
 #     initiations     the kernel: the initiation phase, mixed batches; what a call launches
 #     beside          cuDNN, attention_mgpu and other kernels of JAX, PyTorch
 #     iteration       GPT-2 over its floor: as it is, without CUDA graphs, without Triton's products
-#     big             GPT-3 13B over its floor; big_no_graphs, big_no_triton: without these
+#     updates         the same with CUDA graphs that are updated less often
+#     big             GPT-3 13B over its floor; big_no_graphs, big_no_triton, big_skip_temp: without these
 #     small           the choice of tokens, --deterministic, two stages on one GPU
 #     start           how long until the engine is ready, GPT-2 and 13B
 #     figures         the paper's Figures 9 to 11
@@ -189,11 +190,29 @@ over_floor() {
     under=
 }
 no_graphs=--xla_gpu_enable_command_buffer= no_triton=--xla_gpu_enable_triton_gemm=false
+# By default XLA updates every node of a graph in each iteration. These skip nodes whose arrays stay where they
+# are, and map some to stable addresses: temporaries, or arrays that a profile of addresses chooses. jax 0.10 lacks the flag, and XLA ends a process with a flag that it lacks.
+skip_temp=--xla_gpu_command_buffer_update_mode=SKIP_TEMP
+skip_profiled=--xla_gpu_command_buffer_update_mode=SKIP_PROFILED
 
 iteration() {
     over_floor iteration-gpt2 190 gpt2 1023
     over_floor iteration-gpt2-no-graphs 190 gpt2 1023 $no_graphs
     over_floor iteration-gpt2-no-triton 190 gpt2 1023 $no_triton
+}
+
+# Whether XLA can keep nodes of a graph; always while parts are listed.
+can_skip() {
+    [ -n "$list" ] && return
+    XLA_FLAGS=$skip_temp JAX_PLATFORMS=cpu "$python" -c "import jax; jax.devices()" >/dev/null 2>&1 && return
+    echo "== $part: this XLA has no $skip_temp; left out"
+    return 1
+}
+
+updates() {
+    can_skip || return
+    over_floor iteration-gpt2-skip-temp 190 gpt2 1023 $skip_temp
+    over_floor iteration-gpt2-skip-profiled 190 gpt2 1023 $skip_profiled
 }
 
 big() {
@@ -206,6 +225,11 @@ big_no_graphs() {
 
 big_no_triton() {
     over_floor iteration-13b-no-triton 580 gpt3-13b 2047 $no_triton
+}
+
+big_skip_temp() {
+    can_skip || return
+    over_floor iteration-13b-skip-temp 580 gpt3-13b 2047 $skip_temp
 }
 
 small() {
@@ -270,8 +294,8 @@ peers() {
     under=
 }
 
-all="correct experts latent tokens increments initiations beside iteration big big_no_graphs big_no_triton small start figures"
-all="$all peers"
+all="correct experts latent tokens increments initiations beside iteration updates big big_no_graphs"
+all="$all big_no_triton big_skip_temp small start figures peers"
 for part in ${*:-$all}; do
     case " $all " in
     *" $part "*) "$part" ;;

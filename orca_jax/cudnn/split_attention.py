@@ -12,10 +12,12 @@ values once for all of them.
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from orca_jax.cudnn.paged_attention import paged_attention
 from orca_jax.cudnn.tiles import TilePlan
@@ -120,9 +122,12 @@ def split_attention(
     query of a row sees never affect its result, even if they hold NaN. `call` is the reference on a CPU.
     """
     q = q if group is None else q[:, :group]
+    q = lax.optimization_barrier(q)  # made once, in the layout of the call, not in parts for other readers
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     results = [
-        _attend(q, k_cache, v_cache, entries, factor, window, sinks, call).reshape(-1, *q.shape[1:])
+        _attend(
+            q, k_cache, v_cache, entries, factor, window, sinks, call, in_order=work.place is None
+        ).reshape(-1, *q.shape[1:])
         for entries in (work.single, work.tiles)
         if entries is not None
     ]
@@ -140,10 +145,12 @@ def _attend(
     window: int | None,
     sinks: jax.Array | None,
     call: PagedAttention,
+    *,
+    in_order: bool,
 ) -> jax.Array:
     """Attend from all entries' queries: [E, Q, G, K, D] in q's dtype; unused queries may hold anything."""
     n_blocks, block_size = k_cache.shape[0], k_cache.shape[2]
-    queries = q.at[entries.token].get(mode="clip")  # [E, Q, G, K, D]
+    queries = q[:, None] if in_order else q.at[entries.token].get(mode="clip")  # [E, Q, G, K, D]
     n_entries, n_queries, group, n_kv_heads, head_size = queries.shape
     # An entry without such a block asks for one key of any block, and its answer is ignored: so nothing
     # depends on what cuDNN does without a key.
@@ -152,20 +159,55 @@ def _attend(
     far, far_log = call(
         by_kv_head, k_cache, v_cache, n_keys, entries.table.clip(0, n_blocks - 1), scale=scale
     )
-    near, near_top, near_sum = _near(queries, k_cache, v_cache, entries, scale, window)
     any_far = (entries.n_far > 0)[:, None, None, None, None]
-    far = far.reshape(queries.shape)
+    far = jnp.where(any_far, far.reshape(queries.shape).astype(jnp.float32), 0)
     far_log = far_log.swapaxes(1, 2).reshape(*queries.shape[:-1], 1)  # [E, Q, G, K, 1]
     far_log = jnp.where(any_far, far_log, _MASKED)
-    top = jnp.maximum(far_log, near_top)
-    if sinks is not None:
-        top = jnp.maximum(top, sinks[..., None])
-    far_weight, near_weight = jnp.exp(far_log - top), jnp.exp(near_top - top)
-    sums = jnp.where(any_far, far.astype(jnp.float32), 0) * far_weight + near * near_weight
-    total = far_weight + near_sum * near_weight
-    if sinks is not None:
-        total = total + jnp.exp(sinks[..., None] - top)
-    return (sums / total).astype(q.dtype)
+    logs = [far_log] if sinks is None else [far_log, jnp.broadcast_to(sinks[..., None], far_log.shape)]
+    if n_queries == 1:
+        out = _with_near_of_one(queries, k_cache, v_cache, entries, scale, window, far, logs)
+    else:
+        near, near_top, near_sum = _near(queries, k_cache, v_cache, entries, scale, window)
+        top = reduce(jnp.maximum, logs, near_top)
+        weights = [jnp.exp(log - top) for log in logs]
+        near_weight = jnp.exp(near_top - top)
+        out = (far * weights[0] + near * near_weight) / (sum(weights) + near_sum * near_weight)
+    return out.astype(q.dtype)
+
+
+def _with_near_of_one(
+    queries: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    entries: Entries,
+    scale: float,
+    window: int | None,
+    far: jax.Array,
+    logs: list[jax.Array],
+) -> jax.Array:
+    """Attention of one query an entry to its near blocks and to what `far` [E, 1, G, K, D] has attended to.
+
+    `logs` [E, 1, G, K, 1] are the logarithms of the sums of far's weights and of others without a value.
+    Elementwise products and sums become three kernels. With matrix products it would be nine, which move the
+    operands of 16 keys back and forth.
+    """
+    exists, seen = _near_keys(entries, 1, k_cache.shape[2], window)
+    n_keys, n_logs = seen.shape[-1], len(logs)
+
+    def fetched(cache: jax.Array) -> jax.Array:
+        """Read [E, 1, 1, K, C + n, D] float32, with zeros in the places of the n logs."""
+        near = jnp.pad(_fetched(cache, entries, exists), ((0, 0), (0, 0), (0, n_logs), (0, 0)))
+        return near[:, None, None].astype(jnp.float32)
+
+    wide = queries.astype(jnp.float32)[..., None, :]
+    scores = scale * (wide * fetched(k_cache)).sum(axis=-1)  # [E, 1, G, K, C + n]
+    scores = jnp.where(jnp.pad(seen, ((0, 0), (0, 0), (0, n_logs)))[:, :, None, None], scores, _MASKED)
+    for i, log in enumerate(logs):
+        scores = jnp.where(jnp.arange(n_keys + n_logs) == n_keys + i, log, scores)
+    # The barrier keeps the softmax one kernel, and lets the last one read the blocks itself.
+    shares = lax.optimization_barrier(jax.nn.softmax(scores, axis=-1))
+    near = (shares[..., None] * fetched(v_cache)).sum(axis=-2)
+    return far * shares[..., n_keys : n_keys + 1] + near
 
 
 def _near(
@@ -181,28 +223,36 @@ def _near(
     Returns float32: the weighted sums of values [E, Q, G, K, D], the highest scores and the weights' sums,
     both [E, Q, G, K, 1].
     """
-    n_entries, n_queries, _, n_kv_heads, head_size = queries.shape
-    block_size = k_cache.shape[2]
+    exists, seen = _near_keys(entries, queries.shape[1], k_cache.shape[2], window)
+    keys, values = (_fetched(cache, entries, exists) for cache in (k_cache, v_cache))
+
+    def product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
+
+    scores = scale * product("eqgkd,ekcd->eqgkc", queries, keys)
+    scores = jnp.where(seen[:, :, None, None], scores, _MASKED)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    sums = product("eqgkc,ekcd->eqgkd", weights.astype(v_cache.dtype), values)
+    return sums, top, weights.sum(axis=-1, keepdims=True)
+
+
+def _near_keys(
+    entries: Entries, n_queries: int, block_size: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Whether each slot of an entry's near blocks has a key [E, C], and whether a query sees it [E, Q, C]."""
     first_key = entries.near_key[..., None]
-    key = (first_key + jnp.arange(block_size, dtype=jnp.int32)).reshape(n_entries, -1)  # [E, C]
+    key = (first_key + jnp.arange(block_size, dtype=jnp.int32)).reshape(len(first_key), -1)  # [E, C]
     exists = key < entries.length[:, None]
     position = entries.position[:, None] + jnp.arange(n_queries, dtype=jnp.int32)  # [E, Q]
     seen = exists[:, None] & (key[:, None] <= position[:, :, None])  # [E, Q, C]
     if window is not None:
         seen &= key[:, None] > position[:, :, None] - window
+    return exists, seen
 
-    def fetch(cache: jax.Array) -> jax.Array:
-        """Read [E, K, C, D], with zeros for keys that the row does not have: 0 * NaN is NaN."""
-        blocks = cache.at[entries.near].get(mode="clip").swapaxes(1, 2)
-        in_order = blocks.reshape(n_entries, n_kv_heads, -1, head_size)
-        return jnp.where(exists[:, None, :, None], in_order, 0)
 
-    def product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
-
-    scores = scale * product("eqgkd,ekcd->eqgkc", queries, fetch(k_cache))
-    scores = jnp.where(seen[:, :, None, None], scores, _MASKED)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = jnp.exp(scores - top)
-    sums = product("eqgkc,ekcd->eqgkd", weights.astype(v_cache.dtype), fetch(v_cache))
-    return sums, top, weights.sum(axis=-1, keepdims=True)
+def _fetched(cache: jax.Array, entries: Entries, exists: jax.Array) -> jax.Array:
+    """Read the near blocks: [E, K, C, D], with zeros for keys that the row does not have: 0 * NaN is NaN."""
+    blocks = cache.at[entries.near].get(mode="clip").swapaxes(1, 2)
+    in_order = blocks.reshape(len(exists), cache.shape[1], -1, cache.shape[-1])
+    return jnp.where(exists[:, None, :, None], in_order, 0)

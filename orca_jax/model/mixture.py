@@ -20,7 +20,7 @@ from orca_jax.model.adapted import AdaptedWeight, ExpertPairs
 from orca_jax.model.context import Context
 from orca_jax.model.feed_forward import between
 from orca_jax.model.layers import Matmul, RMSNorm, Weights, linear_of
-from orca_jax.model.ranks import ranks, sorted_places
+from orca_jax.model.ranks import group_sizes, ranks, sorted_places
 from orca_jax.model.shard import Shard
 
 
@@ -117,7 +117,7 @@ class Mixture(nnx.Module):
                 return mixed
         expert = expert.reshape(-1)
         order, place = sorted_places(expert)
-        sizes = (expert[:, None] == jnp.arange(n_here)).sum(axis=0, dtype=jnp.int32)
+        sizes = group_sizes(expert, n_here)
         token = order // top_k
         rows = x.at[token].get(mode="clip")  # [T k, H], sorted by expert
         if self.config.experts.weighs_inputs:

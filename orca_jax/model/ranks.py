@@ -4,6 +4,8 @@ On a GPU a sort is several launches, and the comparisons are one that costs less
 for long sequences, sorting is less work.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,6 +29,20 @@ def sorted_places(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     if len(keys) > _MOST_COUNTED:
         return _by_sorting(keys)
     return lax.platform_dependent(keys, cpu=_by_sorting, default=places_by_counting)
+
+
+def group_sizes(keys: jax.Array, n: int) -> jax.Array:
+    """How many of `keys` [N] are 0, 1, ... n - 1: [n] int32."""
+
+    def down(keys: jax.Array) -> jax.Array:
+        return (keys[:, None] == jnp.arange(n)).sum(axis=0, dtype=jnp.int32)
+
+    return lax.platform_dependent(keys, cpu=down, default=partial(sizes_across, n=n))
+
+
+def sizes_across(keys: jax.Array, n: int) -> jax.Array:
+    """group_sizes by sums along the last axis. On a GPU they are one kernel; on a CPU they take longer."""
+    return (jnp.arange(n)[:, None] == keys).sum(axis=1, dtype=jnp.int32)
 
 
 def _by_sorting(keys: jax.Array) -> tuple[jax.Array, jax.Array]:

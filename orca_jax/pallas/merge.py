@@ -1,15 +1,16 @@
 """The last step of split attention: combines the parts of items that were split.
 
 For each split item it gathers as many parts as a result can have, reduces over them, and scatters the result;
-XLA makes two kernels of that. Other results are already in the output.
+XLA makes two or three kernels of that. Other results are already in the output.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from orca_jax.pallas.work_list.bounds import MOST_TILE_PARTS, TILE, Plan
 from orca_jax.pallas.work_list.work_items import MERGE
+
+_LOWEST = -1e30  # the top of a missing part; finite, so that inf - inf cannot arise
 
 
 def merge_rows(
@@ -64,9 +65,10 @@ def _combined(part: jax.Array, part_top: jax.Array, merges: jax.Array, most: int
     exists = i < n_parts  # [M, P]
     # For parts that it lacks, a result reads its first part again, which is finite: 0 * NaN is NaN.
     which = jnp.where((i > 0) & exists, following + (i - 1) * stride, first)
-    tops = jnp.where(exists[..., None], part_top.at[which].get(mode="clip"), -jnp.inf)  # [M, P, Q]
-    # Without the barrier XLA recognizes a softmax, and makes a separate kernel of it.
-    top = lax.optimization_barrier(tops.max(axis=1, keepdims=True))
-    weight = jnp.exp2(tops - top)[..., None]
+    tops = jnp.where(exists[..., None], part_top.at[which].get(mode="clip"), _LOWEST)  # [M, P, Q]
+    tops = jnp.maximum(tops, _LOWEST)  # of a part that sees no key it is -inf
+    # Each part's share by its distances to all parts: one kernel, where a softmax's maximum, weights and sum
+    # are three. An infinite sum gives the share 0.
+    shares = 1 / jnp.exp2(tops[:, None] - tops[:, :, None]).sum(axis=2)
     results = sum(x.at[which].get(mode="clip").astype(jnp.float32) for x in part)  # [M, P, Q, D]
-    return (weight * results).sum(axis=1) / weight.sum(axis=1)
+    return (shares[..., None] * results).sum(axis=1)

@@ -105,7 +105,10 @@ def attend(here: ThreadBlock, carry: Carry, step: Any, mask: Mask | None = None,
     if in_turns:
         plgpu.barrier_wait(here.turn)
     if mask is not None:
-        pl.when(reaches_past_end(shape, mask))(lambda: clear_past_end(here, here.v_s, slot, mask))
+        # In turns the first warp group has multiplied by these values, and so cleared them, when the second's
+        # turn comes.
+        clears = (here.group == 0) | (not in_turns)
+        pl.when(clears & reaches_past_end(shape, mask))(lambda: clear_past_end(here, here.v_s, slot, mask))
     sums = plus_product(sums, weights, here.v_s.at[slot], interpret=interpret)
     plgpu.barrier_arrive(here.v_free.at[slot])
     return top, total, sums

@@ -97,23 +97,26 @@ def tile_table(sizes: jax.Array, shape: ProductShape) -> jax.Array:
     row = row_end - sizes
     n_covered = row_end - row // ALIGNED * ALIGNED
     tiles = jnp.where(sizes > 0, -(-n_covered // shape.tile_rows), 0)
-    tile_end = cumulative(tiles)
-    tile = jnp.arange(shape.max_tiles)[:, None]
-    # [max_tiles, X]. A sum over it is one launch for all columns; gathers are several.
-    of_group = (tile >= tile_end - tiles) & (tile < tile_end)
-    group = jnp.arange(len(sizes))
-    columns = [
-        jnp.where(of_group, each, 0).sum(axis=1) for each in (group, tile_end - tiles, tiles, row, row_end)
-    ]
-    records = jnp.pad(jnp.stack(columns, axis=1), ((1, 0), (0, 3)))
-    is_count = (jnp.arange(len(records)) == 0)[:, None] & (jnp.arange(8) == 0)
-    return jnp.where(is_count, tile_end[-1], records).astype(jnp.int32)
+    # Both sums are one launch, and `tiles`, which nothing else reads, is none.
+    tile_end, first_tile = cumulative(tiles), cumulative(tiles, before=True)
+    # [records, columns, X]. A sum over X is one launch for all columns; gathers are several. The first record
+    # sums all groups' tiles.
+    record, group = jnp.arange(1 + shape.max_tiles)[:, None, None], jnp.arange(len(sizes))
+    is_count = record == 0
+    of_group = is_count | ((record > first_tile) & (record <= tile_end))
+    n_tiles = tile_end - first_tile
+    column, value = jnp.arange(8)[:, None], jnp.zeros_like(group)
+    for i, each in enumerate((group, first_tile, n_tiles, row, row_end)):
+        value = jnp.where(column == i, each, value)
+    value = jnp.where(is_count, n_tiles, value)
+    return jnp.where(of_group, value, 0).sum(axis=2, dtype=jnp.int32)
 
 
-def cumulative(sizes: jax.Array) -> jax.Array:
-    """The cumulative sum, as one kernel; XLA makes several of jnp.cumsum."""
+def cumulative(sizes: jax.Array, *, before: bool = False) -> jax.Array:
+    """The cumulative sum, or of what comes `before` each; as one kernel. XLA makes several of jnp.cumsum."""
     index = jnp.arange(len(sizes))
-    return jnp.where(index <= index[:, None], sizes, 0).sum(axis=-1, dtype=sizes.dtype)
+    summed = index < index[:, None] if before else index <= index[:, None]
+    return jnp.where(summed, sizes, 0).sum(axis=-1, dtype=sizes.dtype)
 
 
 class Item(NamedTuple):

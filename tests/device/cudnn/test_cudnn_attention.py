@@ -77,9 +77,11 @@ def traced(
 reference = jax.jit(split_attention_reference, static_argnames=("scale", "window"))
 
 
-def attended(batch: Ragged, scores: Scores = PLAIN, sinks: np.ndarray | None = None) -> np.ndarray:
+def attended(
+    batch: Ragged, scores: Scores = PLAIN, sinks: np.ndarray | None = None, *, one_each: bool = False
+) -> np.ndarray:
     """Attend for a batch whose q is [T, G, K, D]: compute the host's words, then run the traced part."""
-    plan = TilePlan(len(batch.q), len(batch.kv_length))
+    plan = TilePlan(len(batch.q), len(batch.kv_length), one_each)
     words = tile_words(batch.row_start, plan)
     assert words.shape == (plan.n_words,) and words.dtype == np.int32
     return np.asarray(traced(batch, jnp.asarray(words), sinks, plan, scores.scale, scores.window))
@@ -136,6 +138,21 @@ def test_sinks_join_the_sums_of_softmaxes(window: int | None) -> None:
     expected = definition(batch, scores, sinks)
     assert np.abs(expected - definition(batch, scores)).max() > 0.5
     np.testing.assert_allclose(attended(batch, scores, sinks), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("window", [None, 3, 50])
+def test_with_one_token_a_row_tokens_need_no_places(window: int | None, block_size: int) -> None:
+    lengths = [1, 3, 16, 17, 31, 32, 60]
+    batch = ragged(
+        5, [(1, n) for n in lengths], n_padding=2, n_rows=9, n_heads=6, n_kv_heads=2, block_size=block_size
+    )
+    batch = batch._replace(q=by_group(batch.q, 2))
+    scores = Scores(window=window)
+    for sinks in (None, np.random.default_rng(6).normal(0, 5, batch.q.shape[1:3]).astype(np.float32)):
+        expected = definition(batch, scores, sinks)
+        got = attended(batch, scores, sinks, one_each=True)
+        np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize(

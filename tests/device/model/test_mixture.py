@@ -16,7 +16,7 @@ from orca_jax.model.feed_forward import between
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.mixture import Mixture, choose, chosen_by_counting, chosen_by_sorting
-from orca_jax.model.ranks import places_by_counting, ranks, sorted_places
+from orca_jax.model.ranks import group_sizes, places_by_counting, ranks, sizes_across, sorted_places
 from tests.device.greedy_reference import GreedyReference
 from tests.device.harness import greedy_request, harness
 from tests.device.model.drawn_weights import drawn
@@ -84,6 +84,15 @@ def test_counting_sorts() -> None:
         [2, 0, 1, 3],
         [0, 1, 2, 3],
     ]
+
+
+def test_groups_are_counted_without_what_belongs_to_none() -> None:
+    keys = np.random.default_rng(2).integers(0, 10, 70).astype(np.int32)
+    wanted = np.bincount(keys, minlength=10)[:9]  # 9 is no group
+    for counted in (group_sizes, sizes_across):
+        found = counted(jnp.asarray(keys), 9)
+        assert found.dtype == jnp.int32
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_correction_changes_the_choice_and_not_the_weights() -> None:
