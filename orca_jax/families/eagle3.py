@@ -99,10 +99,9 @@ def eagle3_head(directory: Path, served: ModelConfig, tensors: Collection[str] |
 
 
 def _check_served(served: ModelConfig) -> None:
-    if served.has_state or served.encoder is not None or served.is_bidirectional:
+    if served.encoder is not None or served.is_bidirectional:
         raise HeadMismatch(
-            "speculative is 'eagle3:DIRECTORY', which needs a decoder without recurrent layers; choose "
-            "ngram, suffix or draft:MODEL"
+            "speculative is 'eagle3:DIRECTORY', which needs a decoder; choose ngram, suffix or draft:MODEL"
         )
 
 

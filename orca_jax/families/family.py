@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.families.config_fields import ConfigFields
+from orca_jax.families.further_layer import FurtherLayer
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.parameters import in_layers, layers_with
 from orca_jax.families.stored_name import StoredName
@@ -35,8 +36,8 @@ class Family:
 
     Patterns name tensors that are not weights, without the prefix: `buffers`, and `copies` of the token
     embedding. `computed` has weights that a checkpoint may lack, because they follow from the model, as
-    float32. `further` is a tensor that only layers after the last have, which predict further tokens and are
-    read apart (next_token.py). `parts` is a pattern of the tensors of parts that are not served, such as a
+    float32. `further` has the names of a layer that predicts a further token and is read apart
+    (next_token.py). `parts` is a pattern of the tensors of parts that are not served, such as a
     vision tower; `serves` says in a few words what is served of such a model.
     """
 
@@ -57,7 +58,7 @@ class Family:
         default_factory=dict[str, Callable[[ModelConfig], npt.NDArray[np.float32]]]
     )
     unread: Mapping[str, str] = field(default_factory=dict[str, str])
-    further: str = ""
+    further: FurtherLayer | None = None
     has_encoder: bool = False
     quantized: tuple[str, ...] = ()
     parts: str = ""
@@ -104,9 +105,10 @@ class Family:
     def is_further(self, tensor: str, prefix: str, tensors: Collection[str], n_layers: int) -> bool:
         """Whether a tensor belongs to a layer after the last, which predicts a further token."""
         number = re.match(r"layers\.(\d{1,9})\.", tensor.removeprefix(prefix))
-        if not self.further or number is None or int(number[1]) < n_layers:
+        further = self.further
+        if further is None or not further.is_numbered or number is None or int(number[1]) < n_layers:
             return False
-        return f"{prefix}{number[0]}{self.further}" in tensors
+        return further.project.replace("{prefix}", prefix).replace("{n}", number[1]) in tensors
 
     def layer_of(self, tensor: str, prefix: str) -> tuple[str, int] | None:
         """One of our weights whose tensors have such names, and the number of the layer; None if none has."""

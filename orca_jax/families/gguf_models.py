@@ -248,7 +248,7 @@ class Architecture:
             alternatives=self.alternatives,
             buffers=_BUFFERS,
             copies="",
-            further="",
+            further=None,
             parts="",
         )
 

@@ -336,13 +336,14 @@ class ReadStates:
     number of layers stands for the last layer's output after the final norm. The head computes a token from
     its embedding e and the states s of the token before it, or its own output where it has drafted that.
 
-    next_token (DeepSeek-V3, equation 21): the layer's input x is project [norm(e); norm(s)]. eagle3 (Li et
-    al., 2025): x is project s, or the head's own output, and attention takes [norm(e); norm(x)]. An eagle3
-    head has three options. With `norm_first` x is normalised before the residual too; with `norm_states` s
-    is; with `norm_output` the head goes on from its output after the final norm.
+    next_token (DeepSeek-V3, equation 21): the first layer's input x is project [norm(e); norm(s)]. eagle3 (Li
+    et al., 2025): x is project s, or the head's own output, and attention takes [norm(e); norm(x)]; with
+    `norm_first` x is normalised before the residual too, with `norm_states` s is. With `norm_output` a head
+    of either kind goes on from its output after the final norm.
 
     It may draft only some tokens: then it has logits of `n_drafted` tokens, whose ids are weights. With
-    `shares_embedding` it has the served model's token embedding, which is not among its weights.
+    `shares_embedding` it has the served model's token embedding, with `shares_head` that model's head; they
+    are not among its weights.
     """
 
     layers: tuple[int, ...]
@@ -353,6 +354,7 @@ class ReadStates:
     norm_output: bool = False
     n_drafted: int | None = None
     shares_embedding: bool = False
+    shares_head: bool = False
 
     def __post_init__(self) -> None:
         check_size("hidden_size", self.size)

@@ -49,7 +49,7 @@ An encoder's layers are `encoder.layers.{i}`; the first stage has all of them an
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -212,7 +212,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def stage_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
     """The weights of the stage of these layers."""
-    before, after = _outside(config, layers)
+    before, after = _outside(config, layers, shared_weights(config))
     within = {
         f"{ENCODER}layers.{i}.{name}": parameter
         for i in encoder_layers_of(config, layers)
@@ -236,10 +236,19 @@ def encoder_layers_of(config: ModelConfig, layers: range) -> range:
     return range(len(config.encoder.layers))
 
 
-def outside_parameters(config: ModelConfig, layers: range) -> dict[str, Parameter]:
-    """The weights outside of layers on the stage of these layers."""
-    before, after = _outside(config, layers)
+def outside_parameters(config: ModelConfig, layers: range, *, shared: bool = False) -> dict[str, Parameter]:
+    """The weights outside of layers on the stage of these layers; `shared` includes `shared_weights`."""
+    before, after = _outside(config, layers, () if shared else shared_weights(config))
     return before | after
+
+
+def shared_weights(config: ModelConfig) -> tuple[str, ...]:
+    """Weights that a head computes with and that are the served model's (`ReadStates`)."""
+    reads = config.reads
+    if reads is None:
+        return ()
+    every = ((TOKEN_EMBEDDING, reads.shares_embedding), (HEAD, reads.shares_head))
+    return tuple(name for name, is_shared in every if is_shared)
 
 
 def layer_parameters(config: ModelConfig, layer: int) -> dict[str, Parameter]:
@@ -570,14 +579,15 @@ def in_layers(name: str) -> tuple[str, str]:
     return _LAYER.sub(r"\1layers.{i}.", name), layer[2] if layer else ""
 
 
-def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """Non-layer weights initialised before the layers, and after."""
+def _outside(
+    config: ModelConfig, layers: range, left_out: Collection[str]
+) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Non-layer weights initialised before the layers, and after, but for those that are `left_out`."""
     sizes = _sizes(config)
     tied = config.embedding.tied
     before = dict[str, Parameter]()
-    if config.reads is None or not config.reads.shares_embedding:
-        stage: Stage = "both" if tied else "first"
-        before[TOKEN_EMBEDDING] = _parameter(("V", "E"), sizes, "normal", "embedding", stage)
+    stage: Stage = "both" if tied else "first"
+    before[TOKEN_EMBEDDING] = _parameter(("V", "E"), sizes, "normal", "embedding", stage)
     if config.positions is not None:
         before["position_embedding"] = _parameter(("P", "H"), sizes, "normal", "embedding", "first")
     if config.embedding.n_segments:
@@ -627,7 +637,7 @@ def _outside(config: ModelConfig, layers: range) -> tuple[dict[str, Parameter], 
         return {
             name: replace(one, form=form_of(config.forms, name)) if config.forms else one
             for name, one in parameters.items()
-            if one.is_on(layers, config.n_layers)
+            if one.is_on(layers, config.n_layers) and name not in left_out
         }
 
     return on_stage(before), on_stage(after)

@@ -24,7 +24,7 @@ from orca_jax.execution.worker import Worker
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.families.next_token import next_token_head
-from orca_jax.families.parameters import HEAD_OFFSETS, TOKEN_EMBEDDING
+from orca_jax.families.parameters import HEAD_OFFSETS, shared_weights
 from orca_jax.iteration.shape import EngineShape
 from orca_jax.launch.local_engine import build_engine
 from orca_jax.launch.local_memory import LocalMemory
@@ -85,9 +85,9 @@ class LoadedDraft(NamedTuple):
             self.engine.served = ServedCache(kv, self.states.of_block)
 
     def share(self, served: Worker) -> None:
-        """Let a head without an embedding of its own have that of the served model's worker."""
-        if _shares_embedding(self.engine.model):
-            self.memory.share(TOKEN_EMBEDDING, served)
+        """Let a head have the weights of the served model's worker that it shares."""
+        for name in shared_weights(self.engine.model):
+            self.memory.share(name, served)
 
 
 def local_draft_engine(
@@ -109,8 +109,7 @@ def local_draft_engine(
     model, part = place.model, place.part
     sizes = draft_serving(serving, n_slots=serving.n_slots, prefix_caching=serving.scheduling.prefix_caching)
     weights, worker = _weights(found, model, served, part, config, dtype), None
-    if _shares_embedding(model):
-        weights = {TOKEN_EMBEDDING: parameters[TOKEN_EMBEDDING], **weights}
+    weights = {**{name: parameters[name] for name in shared_weights(model)}, **weights}
     if model.reads is not None:
         worker = _head_worker(model, weights, sizes, part, config, engine_shape(served, serving, n_workers=1))
     built = build_engine(
@@ -155,11 +154,6 @@ def _head_worker(
         of_states=part.group.place(CACHE_SPEC),
     )
     return worker
-
-
-def _shares_embedding(model: ModelConfig) -> bool:
-    """Whether the model is a head that has the served model's embedding."""
-    return model.reads is not None and model.reads.shares_embedding
 
 
 def _weights(

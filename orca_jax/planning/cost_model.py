@@ -275,7 +275,7 @@ class _StageProducts(NamedTuple):
 @lru_cache(maxsize=4096)
 def stage_products(model: ModelConfig, layers: range, n_shards: int) -> _StageProducts:
     """The matrices of the stage with these layers."""
-    outside = outside_parameters(model, layers)
+    outside = outside_parameters(model, layers, shared=True)
 
     def product(parameter: Parameter, bias: Parameter | None = None, *, crosses: bool = False) -> _Product:
         n_out, n_in = parameter.local_stacked_shape(n_shards)

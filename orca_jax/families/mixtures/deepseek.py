@@ -21,6 +21,7 @@ from orca_jax.families.decoders.llama_like import (
 )
 from orca_jax.families.decoders.rope_fields import read_rotary
 from orca_jax.families.family import Family
+from orca_jax.families.further_layer import AFTER_LAST
 from orca_jax.families.mixtures import experts_in_files
 from orca_jax.families.mixtures.experts_config import Experts
 from orca_jax.families.mixtures.experts_in_files import (
@@ -242,7 +243,7 @@ def _family(version: int, read: Callable[[ConfigFields], ModelConfig], **other: 
 
 
 DEEPSEEK_V2 = _family(2, _read_v2, write=_write_v2)
-DEEPSEEK_V3 = _family(3, _read_v3, write=_write_v3, further="eh_proj.weight")
+DEEPSEEK_V3 = _family(3, _read_v3, write=_write_v3, further=AFTER_LAST)
 KIMI_K25 = text_part(
     DEEPSEEK_V3,
     or_texts=(replace(DEEPSEEK_V3, model_type="kimi_k2"),),  # as published

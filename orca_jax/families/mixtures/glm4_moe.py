@@ -17,6 +17,7 @@ from orca_jax.families.decoders.llama_like import (
     relative,
 )
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_size_field
+from orca_jax.families.further_layer import AFTER_LAST
 from orca_jax.families.mixtures import deepseek
 from orca_jax.families.mixtures.experts_in_files import (
     FUSED,
@@ -132,7 +133,7 @@ GLM4_MOE = relative(
     weights={**WEIGHTS, **SHARED_EXPERTS},
     alternatives=FUSED,
     unread=deepseek.UNREAD,
-    further="eh_proj.weight",
+    further=AFTER_LAST,
 )
 GLM4_MOE_LITE = relative(
     model_type="glm4_moe_lite",
@@ -144,5 +145,5 @@ GLM4_MOE_LITE = relative(
     weights=deepseek.WEIGHTS,
     alternatives=FUSED,
     unread=deepseek.UNREAD,
-    further="eh_proj.weight",
+    further=AFTER_LAST,
 )

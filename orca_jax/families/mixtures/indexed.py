@@ -11,6 +11,7 @@ from orca_jax.families.attention_config import Indexer
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import read_n_layers, relative
 from orca_jax.families.family import Family
+from orca_jax.families.further_layer import AFTER_LAST
 from orca_jax.families.mixtures import deepseek
 from orca_jax.families.mixtures.experts_in_files import FUSED, read_corrected_experts
 from orca_jax.families.model_config import ModelConfig
@@ -162,7 +163,7 @@ def _family(model_type: str, title: str, classes: str, **other: Any) -> Family:
         weights=_WEIGHTS,
         alternatives=FUSED,
         unread={**deepseek.UNREAD, "index_share_for_mtp_iteration": "the layers that predict further tokens"},
-        further="eh_proj.weight",
+        further=AFTER_LAST,
         **other,
     )
 

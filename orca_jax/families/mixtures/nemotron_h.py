@@ -15,6 +15,7 @@ from orca_jax.families.decoders.llama_like import (
     read_sizes,
 )
 from orca_jax.families.family import Family
+from orca_jax.families.further_layer import FurtherLayer
 from orca_jax.families.hybrid_fields import first_recurrence, mamba2_weights, must_be_silu
 from orca_jax.families.mixtures.experts_in_files import (
     feed_forwards_of,
@@ -271,5 +272,13 @@ NEMOTRON_H = Family(
         "residual_in_fp32": "activations have the weights' dtype here",
     },
     parts=r"mtp\..*",
-    serves="layers that predict further tokens (mtp) are not read",
+    further=FurtherLayer(
+        layer="mtp.layers.{i}.",
+        embedding_norm="mtp.layers.0.enorm.weight",
+        state_norm="mtp.layers.0.hnorm.weight",
+        project="mtp.layers.0.eh_proj.weight",
+        final_norm="mtp.layers.1.final_layernorm.weight",  # of attention and experts
+        goes_on_normed=True,
+        tensors=r"mtp\.layers\.[01]\..*",
+    ),
 )

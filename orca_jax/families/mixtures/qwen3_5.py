@@ -7,6 +7,7 @@ from typing import Any
 
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import PREFIXES, relative
+from orca_jax.families.further_layer import MTP
 from orca_jax.families.hybrid_fields import delta_net_weights
 from orca_jax.families.mixtures.experts_in_files import FUSED, WEIGHTS, first_sparse, read_experts
 from orca_jax.families.mixtures.qwen3_next import GATED_QKV, NAMES, hybrid_fields, read_hybrid_layers
@@ -30,7 +31,6 @@ _UNREAD = {
         ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of layers that predict further tokens"
     ),
 }
-_SERVES = "layers that predict further tokens (mtp) are not read"
 
 
 def _read(fields: ConfigFields) -> ModelConfig:
@@ -93,7 +93,7 @@ QWEN3_5_TEXT = relative(
     unread=_UNREAD,
     weights=_MIXERS,
     parts=_FURTHER,
-    serves=_SERVES,
+    further=MTP,
 )
 QWEN3_5_MOE_TEXT = relative(
     model_type="qwen3_5_moe_text",
@@ -106,7 +106,7 @@ QWEN3_5_MOE_TEXT = relative(
     weights={**WEIGHTS, **_MIXERS},
     alternatives=FUSED,
     parts=_FURTHER,
-    serves=_SERVES,
+    further=MTP,
 )
 _with_vision = partial(
     text_part,

@@ -6,6 +6,7 @@ from typing import Any
 from orca_jax.families.config_fields import ConfigFields
 from orca_jax.families.decoders.llama_like import common_fields, decoder, read_layer, read_sizes, relative
 from orca_jax.families.decoders.rope_fields import read_rotary, rotary_size_field
+from orca_jax.families.further_layer import MTP
 from orca_jax.families.hybrid_fields import (
     FULL,
     LINEAR,
@@ -127,5 +128,5 @@ QWEN3_NEXT = relative(
     },
     alternatives=FUSED,
     parts=r"mtp\..*",
-    serves="layers that predict further tokens (mtp) are not read",
+    further=MTP,
 )

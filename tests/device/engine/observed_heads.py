@@ -164,8 +164,8 @@ def results(directory: Path, speculative: str, **options: Any) -> tuple[list[Gen
         return found, llm.service
 
 
-def assert_same_results(directory: Path, speculative: str, **options: Any) -> None:
-    """Results with the head are those without it, and some of its drafts were right."""
+def assert_same_results(directory: Path, speculative: str, **options: Any) -> Any:
+    """Results with the head are those without it, and some of its drafts were right; its service."""
     plain, _ = results(directory, "off", **options)
     with_drafts, service = results(directory, speculative, **options)
     made = service.speculation
@@ -175,6 +175,7 @@ def assert_same_results(directory: Path, speculative: str, **options: Any) -> No
     for theirs, ours in zip(plain, with_drafts, strict=True):
         assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         assert_same_logprobs(ours.logprobs or [], theirs.logprobs or [], atol=1e-5)
+    return service
 
 
 # Drawn parameters of requests that run together.
@@ -198,11 +199,12 @@ PROMPT = st.builds(lambda stem, tail: [*stem, *tail], st.sampled_from([[], PREFI
 DRAWN = st.lists(st.tuples(PROMPT, SAMPLINGS), min_size=1, max_size=5)
 
 
-def assert_drawn_results_are_the_same(directory: Path, speculative: str) -> None:
+def assert_drawn_results_are_the_same(directory: Path, speculative: str, **options: Any) -> None:
     """Compare drawn requests with the head and without it, as their user sees them."""
+    sizes = SIZES | options
     with (
-        LLM(directory, seed=0, **SIZES) as plain,
-        LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **SIZES) as drafting,
+        LLM(directory, seed=0, **sizes) as plain,
+        LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **sizes) as drafting,
     ):
 
         @settings(
@@ -290,9 +292,11 @@ class Engines:
         return drafter
 
 
-def assert_drawn_policies_change_no_result(directory: Path, speculative: str, n_examples: int) -> None:
+def assert_drawn_policies_change_no_result(
+    directory: Path, speculative: str, n_examples: int, **options: Any
+) -> None:
     """Compare drawn requests by Algorithm 1 with those of drawn policies and the head."""
-    sizes: dict[str, Any] = SIZES | {"n_slots": 120, "max_batch_tokens": 64}
+    sizes: dict[str, Any] = SIZES | {"n_slots": 120, "max_batch_tokens": 64} | options
     seen = Counter[str]()
     with LLM(directory, speculative=speculative, speculative_tokens=3, seed=0, **sizes) as llm:
         engines = Engines(llm)

@@ -56,6 +56,23 @@ QWEN2: Config = {**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForCaus
 QWEN3: Config = {**LLAMA, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
 
 
+def hybrid(config: Config) -> Config:
+    """Qwen 3.5's config of the same sizes: every layer recurrent but two."""
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"], "partial_rotary_factor": 0.5}
+    kinds = ["full_attention" if i in (1, 5) else "linear_attention" for i in range(7)]
+    return {name: value for name, value in config.items() if name != "rope_theta"} | {
+        "model_type": "qwen3_5_text",
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "layer_types": kinds,
+        "rope_parameters": rope,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 6,
+    }
+
+
 def matrices(config: Config, rng: np.random.Generator, place: str, width: int) -> Tensors:
     """A random layer, whose queries, keys and values are of `width` inputs."""
     h, f, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -96,7 +113,36 @@ def served_tensors(config: Config, seed: int = 1) -> Tensors:
     }
     for i in range(config["num_hidden_layers"]):
         made |= matrices(config, rng, f"model.layers.{i}.", h)
+        if config["model_type"] == "qwen3_5_text":
+            made = as_hybrid(made, config, rng, i)
     return in_float32(made)
+
+
+def as_hybrid(made: Tensors, config: Config, rng: np.random.Generator, layer: int) -> Tensors:
+    """The tensors with this layer's as Qwen 3.5 has them."""
+    here, h = f"model.layers.{layer}.", config["hidden_size"]
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        made = made | {f"{here}{norm}.weight": made[f"{here}{norm}.weight"] - 1}  # it adds one to them
+    if config["layer_types"][layer] == "full_attention":
+        query = f"{here}self_attn.q_proj.weight"
+        size = config["head_dim"]
+        norms = {f"{here}self_attn.{each}_norm.weight": rng.normal(0, 0.3, size) for each in "qk"}
+        return made | norms | {query: rng.normal(0, 0.3, (2 * len(made[query]), h))}  # with output gates
+    made = {name: tensor for name, tensor in made.items() if not name.startswith(f"{here}self_attn.")}
+    keys, n, size = 2 * 8, 4, 6
+    shapes = {
+        "in_proj_qkv.weight": (2 * keys + n * size, h),
+        "in_proj_z.weight": (n * size, h),
+        "in_proj_a.weight": (n, h),
+        "in_proj_b.weight": (n, h),
+        "conv1d.weight": (2 * keys + n * size, 1, 4),
+        "A_log": (n,),
+        "dt_bias": (n,),
+        "norm.weight": (size,),
+        "out_proj.weight": (h, n * size),
+    }
+    own = {f"{here}linear_attn.{name}": rng.normal(0, 0.3, shape) for name, shape in shapes.items()}
+    return made | own
 
 
 class Head(NamedTuple):
@@ -249,6 +295,9 @@ def served_and_head(name: str) -> tuple[Config, Tensors, Head]:
         tensors = load_file(DIRECTORY / GPT_OSS / "model.safetensors")
         head = llama_head(config, 50, eagle_aux_hidden_state_layer_ids=[0, 1, 2], head_dim=6)
         return config, tensors, head._replace(layers=(0, 1, 2))
+    if name == "hybrid":  # both a recurrent layer and one that attends come before each state
+        config = hybrid(LLAMA)
+        return config, served_tensors(config), llama_head(LLAMA)
     if name == "llama":
         return LLAMA, served_tensors(LLAMA), llama_head(LLAMA)
     if name == "qwen2":  # all tokens can be drafted, without d2t; layers are named by their outputs
@@ -285,7 +334,10 @@ def test_the_reference_is_the_published_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("qwen2", "gpt-oss"))],
+    [
+        *("llama", "qwen3", "hybrid"),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("qwen2", "gpt-oss")),
+    ],
 )
 @pytest.mark.usefixtures("hopeful")
 def test_logits_of_the_published_formula(tmp_path: Path, name: str) -> None:
@@ -338,18 +390,21 @@ def following(seed: int = 1) -> np.ndarray:
     return after
 
 
-def knowing_served(others: float = 0.0, seed: int = 1) -> Tensors:
+KINDS = {"llama": ONE_HOT, "hybrid": hybrid(ONE_HOT)}
+
+
+def knowing_served(kind: str = "llama", others: float = 0.0, seed: int = 1) -> Tensors:
     """A model whose token has a state of its own, and whose next token is likely the one that follows.
 
     What layers add is multiplied by `others`.
     """
-    made, after = served_tensors(ONE_HOT), following(seed)
+    made, after = served_tensors(KINDS[kind]), following(seed)
     n = len(after)
     for name, value in made.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             made[name] = value * np.float32(others)
     made["model.embed_tokens.weight"] = np.eye(n, dtype=np.float32)
-    made["model.norm.weight"] = np.ones(n, np.float32)
+    made["model.norm.weight"] = np.full(n, kind == "llama", np.float32)  # Qwen 3.5's norms add one
     made["lm_head.weight"] = np.zeros((n, n), np.float32)
     made["lm_head.weight"][after, np.arange(n)] = 1
     return made
@@ -379,39 +434,52 @@ def knowing_head(seed: int = 1) -> Head:
     return head
 
 
-@pytest.mark.matrix(but=["n_slots"])
+# A hybrid's snapshot needs four blocks, which the common beginnings of prompts fill if blocks are small.
+SMALL: Mapping[str, dict[str, Any]] = {"llama": {}, "hybrid": {"block_size": 2}}
+
+
+@pytest.mark.matrix(but=["llama-n_slots", "hybrid-n_slots"])
 @pytest.mark.parametrize(
     "options", [{}, {"n_slots": 160}, {"prefix_caching": False}], ids=["all", "n_slots", "not-shared"]
 )
-def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_without_drafts(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """With room for all requests, with too little of it for those that are admitted, and without sharing."""
-    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
+    directory = write_checkpoint(tmp_path / "served", KINDS[kind], knowing_served(kind, others=0.003))
     head = knowing_head().written(tmp_path / "head")
-    assert_same_results(directory, f"eagle3:{head}", **options)
+    assert_same_results(directory, f"eagle3:{head}", **options, **SMALL[kind])
 
 
 @pytest.mark.matrix
-def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_requests_have_the_results_without_drafts(tmp_path: Path, kind: str) -> None:
+    directory = write_checkpoint(tmp_path / "served", KINDS[kind], knowing_served(kind, others=0.003))
     head = knowing_head().written(tmp_path / "head")
-    assert_drawn_results_are_the_same(directory, f"eagle3:{head}")
+    assert_drawn_results_are_the_same(directory, f"eagle3:{head}", **SMALL[kind])
 
 
 @pytest.mark.parametrize(
-    "n_examples", [6, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(1200)])]
+    ("kind", "n_examples"),
+    [
+        ("llama", 6),
+        pytest.param("hybrid", 6, marks=pytest.mark.matrix),
+        *(pytest.param(kind, 150, marks=[pytest.mark.long, pytest.mark.timeout(1200)]) for kind in KINDS),
+    ],
 )
-def test_drawn_policies_change_no_result(tmp_path: Path, n_examples: int) -> None:
-    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served(others=0.003))
+def test_drawn_policies_change_no_result(tmp_path: Path, kind: str, n_examples: int) -> None:
+    directory = write_checkpoint(tmp_path / "served", KINDS[kind], knowing_served(kind, others=0.003))
     head = knowing_head().written(tmp_path / "head")
-    assert_drawn_policies_change_no_result(directory, f"eagle3:{head}", n_examples)
+    assert_drawn_policies_change_no_result(directory, f"eagle3:{head}", n_examples, **SMALL[kind])
 
 
-def test_a_head_that_knows_is_always_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_knows_is_always_right(tmp_path: Path, kind: str) -> None:
     """In prompts that begin alike, several drafts deep, with many requests together, and new weights."""
-    directory = write_checkpoint(tmp_path / "served", ONE_HOT, knowing_served())
+    directory = write_checkpoint(tmp_path / "served", KINDS[kind], knowing_served(kind))
     head = knowing_head().written(tmp_path / "head")
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    with LLM(directory, speculative=f"eagle3:{head}", speculative_tokens=3, **SIZES) as llm:
+    sizes = SIZES | SMALL[kind]
+    with LLM(directory, speculative=f"eagle3:{head}", speculative_tokens=3, **sizes) as llm:
         made = llm.service.speculation
         assert made is not None
         found = llm.generate([[*PREFIX, i] for i in range(6)], [params] * 6)
@@ -421,7 +489,7 @@ def test_a_head_that_knows_is_always_right(tmp_path: Path) -> None:
         assert made.n_right == made.n_compared > 50
         for result in found:
             assert [*following()[result.token_ids[:-1]]] == result.token_ids[1:]
-        llm.update_weights(write_checkpoint(tmp_path / "other", ONE_HOT, knowing_served(seed=2)))
+        llm.update_weights(write_checkpoint(tmp_path / "other", KINDS[kind], knowing_served(kind, seed=2)))
         llm.generate([[*PREFIX, 50]], [params])
         assert made.n_right < made.n_compared  # the head is still the old model's
 
