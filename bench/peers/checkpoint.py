@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from orca_jax.checkpoint.head_view import stored_shapes
+from orca_jax.checkpoint.expert_view import expert_shapes
+from orca_jax.checkpoint.head_view import shape_in_file, stored_shapes
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
 from orca_jax.families.hf_config import hf_config_of
 from orca_jax.families.model_config import ModelConfig
@@ -30,7 +31,11 @@ def write_random_checkpoint(
     tensors: dict[str, Tensor] = {}  # layers may share one
     for name, parameter in parameter_table(model).items():
         stored = family.stored_name(name, family.prefixes[0], model)
-        shapes = stored_shapes(parameter, stored, attention_of(model, name))
+        if stored.by_expert:
+            shapes = expert_shapes(parameter, stored)
+        else:
+            of_heads = stored_shapes(parameter, stored, attention_of(model, name))
+            shapes = [shape_in_file(shape, stored) for shape in of_heads]
         for tensor, shape in zip(stored.names, shapes, strict=True):
             read = partial(_draw, rng, parameter.initial, shape)
             tensors.setdefault(tensor, Tensor(tensor, shape, np.dtype("f4"), read))

@@ -15,7 +15,7 @@ from orca_jax.checkpoint import orbax as orbax_checkpoint
 from orca_jax.checkpoint.array_view import put_into
 from orca_jax.checkpoint.directory import find_parameters
 from orca_jax.checkpoint.expert_view import expert_shapes, written_experts
-from orca_jax.checkpoint.head_view import slices_of_tensor, stored_shapes, written_tensor
+from orca_jax.checkpoint.head_view import shape_in_file, slices_of_tensor, stored_shapes, written_tensor
 from orca_jax.checkpoint.orbax import zarr_library
 from orca_jax.checkpoint.rounded_tensors import quantization_section, rounded_tensors
 from orca_jax.checkpoint.safetensors_writer import Tensor, write_files
@@ -332,16 +332,16 @@ def _tensors(
         n_rows = parameter.stacked_shape[0] // len(wanted.names)
         for i, (tensor, shape) in enumerate(zip(wanted.names, shapes, strict=True)):
             if wanted.one_row:
-                read, shape = partial(reader.row, name), (1, *shape)
+                read = partial(reader.row, name)
             elif not shape:
                 read = partial(reader.number, name, i)
             elif wanted.depthwise:
-                read, shape = partial(reader.depthwise, name), (shape[0], 1, *shape[1:])
+                read = partial(reader.depthwise, name)
             elif wanted.heads is None:
                 read = partial(reader.rows, name, i * n_rows, (i + 1) * n_rows, transpose=wanted.transpose)
             else:
                 read = partial(reader.heads, name, i, wanted, attention)
-            yield Tensor(tensor, shape, dtypes[name], read)
+            yield Tensor(tensor, shape_in_file(shape, wanted), dtypes[name], read)
 
 
 def _copy_other_files(directory: Path, place: Path) -> None:

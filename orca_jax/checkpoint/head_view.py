@@ -38,6 +38,13 @@ def stored_shapes(parameter: Parameter, wanted: StoredName, attention: Attention
     return [shape[::-1] for shape in shapes] if wanted.transpose and not wanted.forms else shapes
 
 
+def shape_in_file(shape: tuple[int, ...], wanted: StoredName) -> tuple[int, ...]:
+    """The shape of a tensor in Hugging Face's files, read as the vector or matrix `shape`."""
+    if wanted.one_row:
+        return 1, *shape
+    return (shape[0], 1, *shape[1:]) if wanted.depthwise else shape
+
+
 @dataclass(frozen=True, slots=True)
 class HeadView(MadeOf):
     """A weight [slices, K D], [slices, K D, H] or [H, slices, K D], read from stored heads.

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orca_jax.checkpoint.expert_view import expert_shapes, source_of_experts
-from orca_jax.checkpoint.head_view import HeadView, stored_shapes
+from orca_jax.checkpoint.head_view import HeadView, shape_in_file, stored_shapes
 from orca_jax.checkpoint.packed_safetensors import PackedMatrix, planes, stored_form
 from orca_jax.checkpoint.safetensors_reader import (
     BYTES,
@@ -161,20 +161,16 @@ def _of_shapes(
                 f"according to {shown(hf_config.path)}, found none"
             )
         tensor = stored[name]
-        matrix = shape
-        if wanted.one_row:
-            shape = (1, *shape)
-        if wanted.depthwise:
-            shape = (shape[0], 1, *shape[1:])
-        if tensor.shape != shape:
+        expected = shape_in_file(shape, wanted)
+        if tensor.shape != expected:
             raise TensorMismatch(
-                f"{tensor}: expected shape {list(shape)} according to {shown(hf_config.path)}, "
+                f"{tensor}: expected shape {list(expected)} according to {shown(hf_config.path)}, "
                 f"found {shown(list(tensor.shape))}"
             )
         if tensor.dtype not in dtypes:
             hint = "; quantized weights are not supported" if tensor.dtype not in FLOAT_DTYPES else ""
             raise TensorMismatch(f"{tensor}: expected dtype {', '.join(dtypes)}, found {tensor.dtype}{hint}")
-        matrix = matrix or (1,)  # a scalar is read as a vector
+        matrix = shape or (1,)  # a scalar is read as a vector
         tensors.append(tensor if tensor.shape == matrix else replace(tensor, shape=matrix))
     return tensors
 

@@ -1,4 +1,4 @@
-"""Chooses the matrix products of a stage's linear layers, experts and head; nothing else does.
+"""Chooses the matrix products of a stage, and the kernel of its linear attention; nothing else does.
 
 On a CPU with AVX-512 or AVX2 and a C compiler, float32, bfloat16 and packed weights use products in C
 (native/).
@@ -16,9 +16,11 @@ import jax
 import numpy as np
 
 from orca_jax.families.packed_form import PackedForm
+from orca_jax.model.context import LinearAttention
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.mixture_at_once import mixture_at_once
 from orca_jax.native.compiler import NotBuilt
+from orca_jax.native.linear_attention import has_linear_attention_form, native_linear_attention
 from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
 from orca_jax.native.products import (
     DTYPES,
@@ -54,6 +56,11 @@ class Products:
         """The startup text about attention and products."""
         return f"{attention}; {self.description}" if self.description else attention
 
+    @property
+    def linear_attention(self) -> LinearAttention | None:
+        """The kernel of recurrent layers; None for XLA's operations."""
+        return _linear_attention if self.native else None
+
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         """The products of an iteration whose first `n_tokens` [1] int32 are real; None if all are."""
         if not self.native:
@@ -83,6 +90,24 @@ class Products:
 
         packed, by_group = partial(_packed, steady=self.whole), partial(_packed_grouped, steady=self.whole)
         return Matmul(product, grouped, mixture, packed, by_group, n_tokens)
+
+
+def _linear_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array | None,
+    state: jax.Array,
+    row_start: jax.Array,
+    state_of_row: jax.Array,
+    starts: jax.Array,
+    kept: jax.Array | None,
+) -> tuple[jax.Array, jax.Array] | None:
+    if not has_linear_attention_form(q):
+        return None
+    rows = row_start, state_of_row, starts, kept
+    return native_linear_attention(q, k, v, decay, beta, state, *rows)
 
 
 def _packed(

@@ -161,7 +161,7 @@ def forward(
             adapter = adapter.at[last_token_index].get(mode="clip")
         wanted = Tokens(attend_last, stage.product(n_rows, adapter), cross_last, last_token_index)
     tokens = Tokens(attend, product, stage.host_buffer.bind_cross(layout, batch))
-    rows = _rows(layout, batch) if layout.states else None
+    rows = _rows(stage, layout, batch) if layout.states else None
     iteration = Iteration(batch.positions, batch.slot_of_token, tokens, wanted, shard, rows, layer_inputs)
     x, hidden, caches, chosen, kept = model.through(x, caches, iteration)
     if kept is not None:
@@ -190,7 +190,7 @@ def _states_before(head: "HeadInput", newest: Array, batch: FlatArrays) -> State
     return StatesBefore(as_numbers(served), own, batch.take_last == 1)
 
 
-def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:
+def _rows(stage: StageModel, layout: FlatLayout, batch: FlatArrays) -> Rows:
     """The rows of recurrent layers' states; a row starts where its first token has position 0."""
     start = batch.state_start
     token = jnp.arange(layout.n_tokens)
@@ -201,7 +201,8 @@ def _rows(layout: FlatLayout, batch: FlatArrays) -> Rows:
     if layout.max_drafts:
         # Padding rows have the last real token, after which no state is kept.
         kept = Kept(jnp.maximum(batch.row_start[1:] - 1, 0), batch.kept_at, layout.max_drafts)
-    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept)
+    kernel = stage.products.linear_attention
+    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept, kernel)
 
 
 class _LastLayer(NamedTuple):

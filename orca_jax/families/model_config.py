@@ -576,6 +576,11 @@ class ModelConfig:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
+    def has_linear_attention(self) -> bool:
+        """Whether any recurrent mixer has a state for each head, and not a convolution alone."""
+        return any("heads" in each.state_shapes for each in self.recurrences)
+
+    @property
     def recurrences(self) -> tuple[Recurrence, ...]:
         """The distinct recurrent mixers."""
         found = (layer.recurrence for layer in self.layers)

@@ -107,6 +107,30 @@ class Kept(NamedTuple):
         return jnp.full(n_tokens, n_states, jnp.int32).at[self.token].set(self.at)
 
 
+class LinearAttention(Protocol):
+    """A kernel for linear attention (linear_attention.py) over the rows of an iteration."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        decay: jax.Array,
+        beta: jax.Array | None,
+        state: jax.Array,
+        row_start: jax.Array,
+        state_of_row: jax.Array,
+        starts: jax.Array,
+        kept: jax.Array | None,
+        /,
+    ) -> tuple[jax.Array, jax.Array] | None:
+        """Run the gated delta rule, or without `beta` a state space; None for sizes that it does not take.
+
+        All numbers are float32. The rows' arrays are those of `Rows`, and `kept` [T] is `Kept.by_token`.
+        """
+        ...
+
+
 class Rows(NamedTuple):
     """The rows of an iteration as recurrent layers see them: neighbouring tokens of one request are one row.
 
@@ -119,6 +143,7 @@ class Rows(NamedTuple):
     starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
     one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
     kept: Kept | None = None
+    linear_attention: LinearAttention | None = None  # in place of XLA's operations
 
     def carried(self, state: jax.Array) -> jax.Array:
         """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""

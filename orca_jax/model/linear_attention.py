@@ -8,8 +8,9 @@ For each token, with a query q and key k [K], a value v [V] and a decay a <= 0, 
 where the keys of a state space are its B, the queries its C, and the values its inputs times their step.
 Everything is float32.
 
-Rows differ in length and phase (selective batching, ORCA 3.2). A batch of one token a row takes one step for
-all rows. So do drafted rows, one token after the other, as the states between their tokens are kept.
+Rows differ in length and phase (selective batching, ORCA 3.2). A kernel may run them all, as on CPUs
+(native/linear_attention.c). Without one a batch of one token a row takes one step for all rows. So do drafted
+rows, one token after the other, as the states between their tokens are kept.
 Otherwise a row's tokens are taken in chunks, each by a few matrix products: with D[i, j] =
 exp(a_j+1 + ... + a_i), u the values that the state takes in, and exp(A) the decay since the chunk's start,
 
@@ -56,7 +57,7 @@ def gated_delta_rule(
     `state` [n_states, N G, K, V] float32 has each request's state. Returns the results [T, N G, V] float32,
     anything for padding tokens, and the new states.
     """
-    return _over_rows(_inputs(q, k, v, decay, beta), state, rows)
+    return _over_rows(q, k, v, decay, beta, state, rows)
 
 
 def state_space(
@@ -66,7 +67,7 @@ def state_space(
 
     `decay` is [T, N G]. States and results are as in `gated_delta_rule`.
     """
-    return _over_rows(_inputs(c, b, x, decay, None), state, rows)
+    return _over_rows(c, b, x, decay, None, state, rows)
 
 
 def _inputs(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array | None) -> _Inputs:
@@ -79,9 +80,33 @@ def _inputs(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: ja
     return _Inputs(q, k, by_group(v), by_group(decay), None if beta is None else by_group(beta))
 
 
-def _over_rows(x: _Inputs, state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def _over_rows(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array | None,
+    state: jax.Array,
+    rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+    kept = None if rows.kept is None else rows.kept.by_token(len(q), len(state))
+    if rows.linear_attention is not None:
+        done = rows.linear_attention(
+            q.astype(jnp.float32),
+            k.astype(jnp.float32),
+            v.astype(jnp.float32),
+            decay,
+            beta,
+            state,
+            rows.row_start,
+            rows.state_of_row,
+            rows.starts,
+            kept,
+        )
+        if done is not None:
+            return done
+    x = _inputs(q, k, v, decay, beta)
     n, group = x.v.shape[1:3]
-    kept = None if rows.kept is None else rows.kept.by_token(len(x.q), len(state))
     table = _Table(rows.row_start, rows.state_of_row, rows.starts, kept)
     cpu, default = (_steps_in_place, _steps_at_once) if rows.one_each else (_chunks_in_turn, _chunks_at_once)
     if rows.kept is not None:

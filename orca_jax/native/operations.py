@@ -77,6 +77,7 @@ def build_all_ahead(
     kv_code: str | None = None,
     experts: Literal["plain", "other"] | None,
     value_size: int | None = None,
+    linear_attention: bool = False,
     steady: bool = False,
 ) -> None:
     """Start building, in parallel, all operations that a model of this dtype uses on a CPU, if any.
@@ -93,5 +94,7 @@ def build_all_ahead(
         build_ahead("plain_latent", Q_BITS=BITS[dtype], KV_BITS=BITS[dtype])
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")
+    if linear_attention:
+        build_ahead("linear_attention")
     if experts:
         build_ahead("mixture" if experts == "plain" else "grouped", **grouped_sizes(dtype, dtype, steady))

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 from orca_jax.model import linear_attention
 from orca_jax.model.context import Kept, Rows
 from orca_jax.model.linear_attention import gated_delta_rule, state_space
+from orca_jax.native.linear_attention import native_linear_attention
 from tests.device.model.golden import DIRECTORY
+from tests.device.native.native_form import needs_native
 
 N_STATES, BUCKET, N_ROWS = 7, 200, 5
 N_DRAFTS = 3  # the most of a request
 KEYS, GROUP, KEY_SIZE, VALUE_SIZE = 2, 3, 6, 5
 HEADS = KEYS * GROUP
+NATIVE = pytest.param("native", marks=needs_native)
 
 
 class Drawn(NamedTuple):
@@ -78,9 +81,10 @@ def ran(
 ) -> tuple[jax.Array, jax.Array]:
     """The engine's results and states; `form` names one of the functions between which platforms choose."""
     kept = Kept(rows[4][0], rows[4][1], N_DRAFTS) if len(rows) > 4 else None
-    rows = Rows(*rows[:4], one_each=one_each, kept=kept)
+    kernel = native_linear_attention if form == "native" else None
+    rows = Rows(*rows[:4], one_each=one_each, kept=kept, linear_attention=kernel)
     beta = x.beta if delta else None
-    if form:
+    if form and kernel is None:
         inputs = linear_attention._inputs(x.q, x.k, x.v, x.decay, beta)
         by_group = state.reshape(N_STATES, KEYS, GROUP, KEY_SIZE, VALUE_SIZE)
         kept = None if rows.kept is None else rows.kept.by_token(len(x.q), N_STATES)
@@ -98,7 +102,7 @@ LENGTHS = st.lists(
 ).filter(lambda lengths: sum(lengths) <= BUCKET)
 
 
-@pytest.mark.parametrize("form", ["", "_chunks_at_once"])
+@pytest.mark.parametrize("form", ["", "_chunks_at_once", NATIVE])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "state space"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -126,7 +130,7 @@ def test_rows_of_any_lengths_are_each_what_they_are_alone(
     assert np.array_equal(np.asarray(after)[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("form", ["", "_drafts_at_once"])
+@pytest.mark.parametrize("form", ["", "_drafts_at_once", NATIVE])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "state space"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -170,7 +174,7 @@ def test_the_state_after_each_token_of_a_drafted_row_is_kept(
     assert np.array_equal(np.asarray(after)[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("form", ["", "_steps_at_once"])
+@pytest.mark.parametrize("form", ["", "_steps_at_once", NATIVE])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "state space"])
 def test_a_batch_of_decodes_takes_one_step_for_each_row(delta: bool, form: str) -> None:
     n_rows = 8
@@ -190,13 +194,15 @@ def test_a_batch_of_decodes_takes_one_step_for_each_row(delta: bool, form: str) 
     assert np.array_equal(np.asarray(after)[[3, 5]], before[[3, 5]])
 
 
+@pytest.mark.parametrize("form", ["", NATIVE])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "state space"])
-def test_another_rows_poison_stays_its_own(delta: bool) -> None:
+def test_another_rows_poison_stays_its_own(delta: bool, form: str) -> None:
     x = drawn(BUCKET, seed=5)
     for each in x:
         each[70:141] = np.nan
     rows = rows_of([70, 71, 1, 40], [0, 1, 2, 3], [True] * 4, N_ROWS, BUCKET)
-    out, after = ran(x, jnp.zeros((N_STATES, HEADS, KEY_SIZE, VALUE_SIZE)), tuple(rows)[:4], delta=delta)
+    nothing = jnp.zeros((N_STATES, HEADS, KEY_SIZE, VALUE_SIZE))
+    out, after = ran(x, nothing, tuple(rows)[:4], delta=delta, form=form)
     assert np.isfinite(np.asarray(out)[:70]).all() and np.isfinite(np.asarray(out)[141:182]).all()
     assert np.isfinite(np.asarray(after)[[0, 2, 3]]).all()
 
