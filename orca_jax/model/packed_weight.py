@@ -251,7 +251,7 @@ def _scales(form: PackedForm, planes: Mapping[str, Array]) -> tuple[Array, Array
         per_super = scales.reshape(*scales.shape[:-1], -1, 16).astype(jnp.float32)
         return per_super * planes["super_scales"].astype(jnp.float32)[..., None], None
     if form.scale == "e8m0":
-        return _half_power(scales), None
+        return half_power(scales), None
     mins = planes.get("mins")
     return _wide(form, scales), None if mins is None else _wide(form, mins)
 
@@ -262,7 +262,7 @@ def _wide(form: PackedForm, numbers: Array) -> Array:
     return numbers.astype(jnp.float32)
 
 
-def _half_power(exponents: Array) -> Array:
+def half_power(exponents: Array) -> Array:
     """2 ** (exponent - 128) as float32; the least two are subnormal.
 
     Maxima in place of a comparison: for an H200, XLA wrote comparisons of all experts' scales to memory.

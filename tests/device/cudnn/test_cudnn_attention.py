@@ -155,6 +155,12 @@ def test_with_one_token_a_row_tokens_need_no_places(window: int | None, block_si
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 
 
+def test_scores_far_apart_do_not_overflow() -> None:
+    batch = ragged(8, [(1, 49), (1, 60), (QUERIES, QUERIES + 40), (5, 37)], n_padding=2)
+    batch = batch._replace(q=60 * by_group(batch.q, 2))
+    np.testing.assert_allclose(attended(batch), definition(batch, PLAIN), atol=2e-3, rtol=2e-3)
+
+
 @pytest.mark.parametrize(
     ("rows", "n_padding"),
     [

@@ -43,7 +43,7 @@ from orca_jax.families.weight_form import DENSE, WeightForm
 from orca_jax.launch.local_memory import LocalMemory
 from orca_jax.model import packed_weight
 from orca_jax.model.layers import matmul
-from orca_jax.model.packed_weight import encoded_planes, unpacked
+from orca_jax.model.packed_weight import encoded_planes, half_power, unpacked
 from orca_jax.model.transformer import init_parameter
 from orca_jax.model.weight import PackedWeight
 from orca_jax.planning.sizes import engine_shape
@@ -186,6 +186,13 @@ def check_tokens(
 
 
 FORMS = {name: form for name, form in EVERY_FORM.items() if not form.integer_inputs}
+
+
+def test_powers_of_two_are_exact_down_to_the_subnormal_ones() -> None:
+    # Compared as bits: arithmetic on a CPU would flush the first two to zero.
+    found = np.asarray(half_power(jnp.arange(256, dtype=jnp.uint8)))
+    wanted = np.ldexp(np.float64(1), np.arange(256) - 128).astype(np.float32)
+    np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
 
 
 @pytest.mark.matrix(but=["Q4_1", "Q6_K", "MXFP4", "w4-zeros", "fp8-blocks"])

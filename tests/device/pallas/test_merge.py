@@ -50,6 +50,7 @@ def test_parts_of_rows_are_merged(plan: Plan) -> None:
     unwritten = np.setdiff1d(np.arange(plan.n_parts), [i for merge in merges for i in listed(merge)])
     assert len(unwritten)
     value[:, unwritten], top[unwritten] = np.nan, np.nan
+    top[[listed(merge)[1] for merge in merges]] = -np.inf  # of parts that see no key
     padded = np.pad(top, ((0, 0), (0, 3)), constant_values=np.nan)
     out = rng.standard_normal((plan.n_tokens, plan.group, plan.n_kv_heads, D)).astype(np.float32)
     want = out.copy()
@@ -73,6 +74,7 @@ def test_parts_of_tiles_are_merged(n_kv_heads: int, group: int) -> None:
     merges = [m for m in work[plan.first_tile_merge :] if m[MERGE.token] < plan.n_tokens]
     assert len(merges) > 9 and {int(m[MERGE.n_queries]) for m in merges} == {plan.tile_tokens, n_last}
     value, top = parts(rng, plan.n_tile_parts, TILE)
+    top[[listed(merge)[1] for merge in merges], ::3] = -np.inf  # of rows that see none of a part's keys
     out = rng.standard_normal((plan.n_tokens, plan.group, plan.n_kv_heads, D)).astype(np.float32)
     want = out.copy()
     for merge in merges:
