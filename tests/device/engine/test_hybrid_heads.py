@@ -205,15 +205,18 @@ def test_logits_of_the_published_formula(tmp_path: Path, name: str) -> None:
     assert n_compared > 30
 
 
-def knowing(tensors: Tensors, others: float = 0.01) -> Tensors:
+def knowing(tensors: Tensors, others: float = 0.01, recurrent: float = 0.1) -> Tensors:
     """A model whose next token depends mostly on its last one, and a layer that computes just this.
 
-    What the model's layers add is multiplied by `others`, and is nothing in the layer that drafts.
+    What the model's layers add is multiplied by `others`, or `recurrent`, and is nothing in the layer that
+    drafts.
     """
     made = dict(tensors)
     for name, value in tensors.items():
-        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "fc2_latent_proj.weight")):
+        if name.endswith(("o_proj.weight", "down_proj.weight", "fc2_latent_proj.weight")):
             made[name] = value * np.float32(0 if name.startswith("mtp.") else others)
+        if name.endswith("out_proj.weight"):
+            made[name] = value * np.float32(recurrent)
     nemotron = is_nemotron(tensors)
     hidden = len(tensors["backbone.norm_f.weight" if nemotron else "model.norm.weight"])
     both = np.eye(hidden, 2 * hidden, dtype=np.float32)
@@ -233,7 +236,7 @@ def turning(tensors: Tensors, step: int = 1) -> Tensors:
 
     The embeddings are the powers of a rotation. The layer does not see the token itself.
     """
-    made = knowing(tensors, others=0.0)
+    made = knowing(tensors, others=0.0, recurrent=0.0)
     n, hidden = tensors["lm_head.weight"].shape
     angles = 2 * np.pi * step * np.arange(1, hidden // 2 + 1) / n
     turn = np.zeros((hidden, hidden))
