@@ -1,4 +1,4 @@
-"""Chooses the matrix products of a stage, and the kernel of its linear attention; nothing else does.
+"""Chooses the matrix products of a stage, and the kernels of its recurrent layers; nothing else does.
 
 On a CPU with AVX-512 or AVX2 and a C compiler, float32, bfloat16 and packed weights use products in C
 (native/).
@@ -16,9 +16,10 @@ import jax
 import numpy as np
 
 from orca_jax.families.packed_form import PackedForm
-from orca_jax.model.context import LinearAttention
+from orca_jax.model.context import Convolution, LinearAttention
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.mixture_at_once import mixture_at_once
+from orca_jax.native.causal_convolution import native_causal_convolution
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.linear_attention import has_linear_attention_form, native_linear_attention
 from orca_jax.native.packed_products import has_packed_form, native_packed, native_packed_grouped
@@ -60,6 +61,11 @@ class Products:
     def linear_attention(self) -> LinearAttention | None:
         """The kernel of recurrent layers; None for XLA's operations."""
         return _linear_attention if self.native else None
+
+    @property
+    def convolution(self) -> Convolution | None:
+        """The kernel of recurrent layers' convolutions, for float32; None for XLA's operations."""
+        return native_causal_convolution if self.native else None
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         """The products of an iteration whose first `n_tokens` [1] int32 are real; None if all are."""

@@ -201,8 +201,8 @@ def _rows(stage: StageModel, layout: FlatLayout, batch: FlatArrays) -> Rows:
     if layout.max_drafts:
         # Padding rows have the last real token, after which no state is kept.
         kept = Kept(jnp.maximum(batch.row_start[1:] - 1, 0), batch.kept_at, layout.max_drafts)
-    kernel = stage.products.linear_attention
-    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept, kernel)
+    kernels = stage.products.linear_attention, stage.products.convolution
+    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept, *kernels)
 
 
 class _LastLayer(NamedTuple):

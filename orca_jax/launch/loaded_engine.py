@@ -114,6 +114,7 @@ def loaded_engine(
             kv_code=found.config.attention.kv_code,
             experts=found.config.kind_of_experts,
             value_size=found.config.attention.value_part,
+            recurrent=bool(found.config.recurrences),
             linear_attention=found.config.has_linear_attention,
             steady=config.deterministic,
         )

@@ -131,6 +131,25 @@ class LinearAttention(Protocol):
         ...
 
 
+class Convolution(Protocol):
+    """A kernel for recurrence.causal_convolution over the rows of an iteration."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        weight: jax.Array,
+        bias: jax.Array | None,
+        state: jax.Array,
+        row_start: jax.Array,
+        state_of_row: jax.Array,
+        starts: jax.Array,
+        kept: jax.Array | None,
+        /,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Convolve x [T, C]; all numbers are float32, and the rows' arrays as in LinearAttention."""
+        ...
+
+
 class Rows(NamedTuple):
     """The rows of an iteration as recurrent layers see them: neighbouring tokens of one request are one row.
 
@@ -143,7 +162,9 @@ class Rows(NamedTuple):
     starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
     one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
     kept: Kept | None = None
-    linear_attention: LinearAttention | None = None  # in place of XLA's operations
+    # In place of XLA's operations.
+    linear_attention: LinearAttention | None = None
+    convolution: Convolution | None = None
 
     def carried(self, state: jax.Array) -> jax.Array:
         """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""

@@ -31,7 +31,7 @@ class GatedDeltaNetMixer(nnx.Module):
         assert ctx.rows is not None
         config, product, dtype = self.config, ctx.tokens.product, x.dtype
         qkv, z, strength, step = self._projected(x, ctx)
-        qkv, conv = causal_convolution(qkv, self.conv[...], None, ctx.state["conv"][:, 0], ctx.rows)
+        qkv, conv = causal_convolution(qkv, self.conv[...], None, ctx.state["conv"], ctx.rows)
         q, k, v = jnp.split(jax.nn.silu(qkv).astype(dtype), [config.keys, 2 * config.keys], axis=1)
         q, k = (_normal(each.reshape(len(x), config.n_key_heads, -1)) for each in (q, k))
         per_step = -jnp.exp(self.decay[...].astype(jnp.float32))
@@ -45,7 +45,7 @@ class GatedDeltaNetMixer(nnx.Module):
             ctx.state["heads"],
             ctx.rows,
         )
-        ctx.state = {"conv": conv[:, None], "heads": heads}
+        ctx.state = {"conv": conv, "heads": heads}
         z = z.reshape(out.shape).astype(jnp.float32)
         out = (self.norm(out.astype(dtype)).astype(jnp.float32) * jax.nn.silu(z)).astype(dtype)
         return self.out(out.reshape(len(x), -1), product, ctx.joining)

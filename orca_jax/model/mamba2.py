@@ -39,7 +39,7 @@ class Mamba2Mixer(nnx.Module):
             into = into * jnp.asarray(np.repeat(config.multipliers, sizes), into.dtype)
         z, xbc, step = jnp.split(into, ends, axis=1)
         bias = None if self.conv_bias is None else self.conv_bias[...]
-        xbc, conv = causal_convolution(xbc, self.conv[...], bias, ctx.state["conv"][:, 0], ctx.rows)
+        xbc, conv = causal_convolution(xbc, self.conv[...], bias, ctx.state["conv"], ctx.rows)
         ends = [config.inner, config.inner + of_groups]
         inputs, b, c = jnp.split(jax.nn.silu(xbc).astype(dtype).astype(jnp.float32), ends, axis=1)
         inputs = inputs.reshape(n, config.n_heads, -1)
@@ -49,7 +49,7 @@ class Mamba2Mixer(nnx.Module):
         decay = -step * jnp.exp(self.decay[...].astype(jnp.float32))
         out, heads = state_space(c, b, step[:, :, None] * inputs, decay, ctx.state["heads"], ctx.rows)
         out = out + self.skip[...].astype(jnp.float32)[:, None] * inputs
-        ctx.state = {"conv": conv[:, None], "heads": heads}
+        ctx.state = {"conv": conv, "heads": heads}
         normed = self._normed(out.reshape(n, -1), z, ctx.shard)
         return self.out(normed.astype(dtype), product, ctx.joining)
 

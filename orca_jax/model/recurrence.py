@@ -16,10 +16,24 @@ def causal_convolution(
 ) -> tuple[jax.Array, jax.Array]:
     """Convolve each channel of x [T, C] over the last W tokens of its request.
 
-    `weight` [C, W] has the newest token's column last; `bias` is [C]. `state` [n_states, W - 1, C] has the
-    inputs before the row's first token, the newest last. Returns the sums [T, C] float32, and the new state.
+    `weight` [C, W] has the newest token's column last; `bias` is [C]. `state` [n_states, 1, W - 1, C] has
+    the inputs before the row's first token, the newest last. Returns the sums [T, C] float32, and the new
+    state.
     """
     n_tokens, n_kept = x.shape[0], weight.shape[1] - 1
+    if rows.convolution is not None and x.dtype == state.dtype == jnp.float32:
+        of_tokens = None if rows.kept is None else rows.kept.by_token(n_tokens, len(state))
+        return rows.convolution(
+            x,
+            weight.astype(jnp.float32),
+            None if bias is None else bias.astype(jnp.float32),
+            state,
+            rows.row_start,
+            rows.state_of_row,
+            rows.starts,
+            of_tokens,
+        )
+    state = state[:, 0]
     n_rows = rows.state_of_row.shape[0]
     carried = rows.carried(state)  # [R, W - 1, C]
     before = carried.reshape(n_rows * n_kept, -1).astype(x.dtype)
@@ -50,4 +64,4 @@ def causal_convolution(
         of_kept = row[rows.kept.token]
         after = newest(rows.kept.token + 1, rows.row_start[of_kept], carried[of_kept])
         new = new.at[rows.kept.at].set(after, mode="drop")
-    return y, new
+    return y, new[:, None]

@@ -23,6 +23,6 @@ class ShortConvolutionMixer(nnx.Module):
         assert ctx.rows is not None
         b, c, x = self.into(x, ctx.tokens.product).reshape(len(x), 3, -1).swapaxes(0, 1)
         bias = None if self.bias is None else self.bias[...]
-        mixed, new = causal_convolution(b * x, self.weight[...], bias, ctx.state["conv"][:, 0], ctx.rows)
-        ctx.state = {"conv": new[:, None]}
+        mixed, new = causal_convolution(b * x, self.weight[...], bias, ctx.state["conv"], ctx.rows)
+        ctx.state = {"conv": new}
         return self.out(c * mixed.astype(c.dtype), ctx.tokens.product, ctx.joining)

@@ -77,6 +77,7 @@ def build_all_ahead(
     kv_code: str | None = None,
     experts: Literal["plain", "other"] | None,
     value_size: int | None = None,
+    recurrent: bool = False,
     linear_attention: bool = False,
     steady: bool = False,
 ) -> None:
@@ -94,6 +95,8 @@ def build_all_ahead(
         build_ahead("plain_latent", Q_BITS=BITS[dtype], KV_BITS=BITS[dtype])
     build_ahead("linear", **linear_sizes(dtype, dtype, steady))
     build_ahead("token_choice")
+    if recurrent:
+        build_ahead("causal_convolution")
     if linear_attention:
         build_ahead("linear_attention")
     if experts:

@@ -1,6 +1,8 @@
 """Recurrences over a token-major array, beside the same a token at a time in NumPy."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.model.context import Kept, Rows
+from orca_jax.model.context import Convolution, Kept, Rows
 from orca_jax.model.recurrence import causal_convolution
+from orca_jax.native.causal_convolution import native_causal_convolution
+from tests.device.native.native_form import needs_native
 
 N_STATES = 7
 CHANNELS = 3
@@ -34,7 +38,16 @@ def rows_of(lengths: Sequence[int], states: Sequence[int], starts: Sequence[bool
     )
 
 
-convolution = jax.jit(causal_convolution)
+@partial(jax.jit, static_argnames="kernel")
+def convolution(
+    x: Any, weight: Any, bias: Any, state: Any, rows: Rows, kernel: Convolution | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The sums and the new states, by `kernel` or by XLA."""
+    y, new = causal_convolution(x, weight, bias, state[:, None], rows._replace(convolution=kernel))
+    return y, new[:, 0]
+
+
+KERNELS = [None, pytest.param(native_causal_convolution, marks=needs_native)]
 
 
 @given(
@@ -43,8 +56,9 @@ convolution = jax.jit(causal_convolution)
     st.sampled_from([2, 4]),
     st.booleans(),
 )
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
-    rows: list[tuple[int, bool]], states: list[int], width: int, bias: bool
+    kernel: Convolution | None, rows: list[tuple[int, bool]], states: list[int], width: int, bias: bool
 ) -> None:
     rng = np.random.default_rng(width)
     lengths, starts = [n for n, _ in rows], [start for _, start in rows]
@@ -54,7 +68,7 @@ def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
     addend = rng.normal(size=CHANNELS).astype(np.float32) if bias else None
     state = rng.normal(size=(N_STATES, width - 1, CHANNELS)).astype(np.float32)
     given_rows = rows_of(lengths, states[: len(rows)], starts)
-    y, new = convolution(x, weight, addend, state, given_rows)
+    y, new = convolution(x, weight, addend, state, given_rows, kernel)
 
     wanted_state, wanted, token = state.copy(), [], 0
     for length, start, place in zip(lengths, starts, states, strict=False):
@@ -68,8 +82,9 @@ def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
     np.testing.assert_array_equal(new, wanted_state)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("width", [2, 4])
-def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int) -> None:
+def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int, kernel: Convolution | None) -> None:
     """The second row is drafted, of four tokens; the first is a prompt's chunk."""
     rng = np.random.default_rng(width)
     x = rng.normal(size=(N_TOKENS, CHANNELS)).astype(np.float32)
@@ -80,7 +95,7 @@ def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int) -> None
     at = jnp.array([*places, *[N_STATES] * 3])
     rows = rows_of([5, 4], [1, 3], [True, False])
     arrays = jnp.array(x), jnp.array(weight), None, jnp.array(state)
-    _, new = causal_convolution(*arrays, rows._replace(kept=Kept(token, at, 3)))
+    _, new = convolution(*arrays, rows._replace(kept=Kept(token, at, 3)), kernel)
     _, without = convolution(*arrays, rows)
     expected = np.array(without)
     for n, place in enumerate(places, 1):
