@@ -25,26 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.other_process import OtherProcess
+from bench.server.costless_model import write_costless_model
 from bench.server.server_process import ServerProcess
 from bench.server.stream_load import Loaded, Streams, client
 from bench.start import METRIC
 
-_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-}
 _LONGEST_SECONDS = 1800.0
 _FIRST = 60.0  # seconds
 
@@ -122,9 +107,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="orca-first-") as folder:
         model = flags.model
         if model is None:
-            model = Path(folder) / "model"
-            model.mkdir()
-            (model / "config.json").write_text(json.dumps(_MODEL))
+            model = write_costless_model(Path(folder) / "model")
         rounds = measure(model, flags, folder)
     found = summary(rounds, flags.later)
     first, later = found["first minute"], found["later"]

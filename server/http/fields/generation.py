@@ -18,6 +18,7 @@ from orca_jax.errors import InvalidRequest, NotSupported
 from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.sampling_params import (
     MAX_BAD_WORDS,
+    MAX_TOP_LOGPROBS,
     REPETITION_RANGE,
     TEMPERATURE_RANGE,
     TOP_P_RANGE,
@@ -351,7 +352,13 @@ class GenerationRequest(SamplingFields, SchedulingFields):
         ),
     ] = None
     prompt_logprobs: Annotated[
-        int | None, NotBuilt(why="they would be missing", instead="use echo with logprobs (/v1/completions)")
+        int | None,
+        ranged(
+            "an extension, as in vLLM: return the log-probabilities of the prompt's tokens, and this many of "
+            "the most likely ones",
+            0,
+            MAX_TOP_LOGPROBS,
+        ),
     ] = None
     include_stop_str_in_output: Annotated[
         bool | None, NotBuilt(False, why="the text would end before it")
@@ -376,13 +383,16 @@ class GenerationRequest(SamplingFields, SchedulingFields):
         return replace(params, kv_transfer=transfer)
 
     def check_stream_options(self) -> None:
-        """Raise InvalidRequest for `stream_options` without `stream`, or a stream of a beam search."""
+        """Raise InvalidRequest for `stream_options` without `stream`, or for what a stream cannot have."""
         if self.stream_options is not None and not self.stream:
             message = "stream_options are for a stream; set stream to true, or leave them out"
             raise InvalidRequest(message, param="stream_options")
         if self.use_beam_search and self.stream:
             message = "stream and use_beam_search are both given; a beam search has no output before its end"
             raise NotSupported(message, param="stream")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "stream and prompt_logprobs are both given; leave one out"
+            raise NotSupported(message, param="prompt_logprobs")
 
 
 class RoutedExperts(BaseModel):

@@ -221,6 +221,34 @@ def chat_logprobs(tokens: Sequence[PlacedToken], names: TokenNames) -> Logprobs:
     }
 
 
+class PromptLogprob(BaseModel):
+    """A token where the prompt has one: the prompt's own, or one of the most likely.
+
+    `rank` counts from 1, the likeliest; null if the prompt's token is none of the requested ones.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# For each of the prompt's tokens the entries by token id; null for the first, which has no context.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+def prompt_logprobs(scored: Sequence[TokenLogprobs], names: TokenNames) -> list[dict[str, Any] | None]:
+    """Log-probabilities in the form of PromptLogprobs, which is vLLM's, of all tokens but the first."""
+    written: list[dict[str, Any] | None] = [None]
+    for token_id, logprob, top in scored:
+        likely = [(each, value, rank) for rank, (each, value) in enumerate(top, 1)]
+        entries = {
+            str(each): {"logprob": _finite(value), "rank": rank, "decoded_token": names.name(each)}
+            for each, value, rank in [(token_id, logprob, None), *likely]
+        }
+        written.append(entries)
+    return written
+
+
 def _top(token: PlacedToken, names: TokenNames) -> dict[str, float] | None:
     if token.logprob is None or token.top is None:
         return None

@@ -100,13 +100,14 @@ async def answer(
             n += sum(
                 6 * (len(choice.token_ids) + len(choices.prompt_ids(i))) for i, choice in enumerate(complete)
             )
+        n += sum(map(choices.prompt_logprobs_size, range(len(complete))))
 
         def write() -> bytes:
             written = [_choice(choices, form, i, done, model) for i, done in enumerate(complete)]
             usage = choices.tally.usage().model_dump(exclude_none=True)
             whole = {**head, "object": form.object, "choices": written, "usage": usage}
-            if choices.returns_token_ids and not form.prompt_ids_by_choice:
-                whole["prompt_token_ids"] = [*choices.prompt_ids(0)]
+            if not form.prompt_by_choice:
+                whole |= _of_prompt(choices, 0)
             if (lease := choices.kv_lease) is not None and not offered:
                 whole["kv_transfer_params"] = lease.as_dict()
             return as_json_bytes(whole, n)
@@ -135,8 +136,18 @@ def _choice(
         written["routed_experts"] = experts
     if choices.returns_token_ids:
         written["token_ids"] = [*done.token_ids]
-        if form.prompt_ids_by_choice:
-            written["prompt_token_ids"] = [*choices.prompt_ids(index)]
+    if form.prompt_by_choice:
+        written |= _of_prompt(choices, index)
+    return written
+
+
+def _of_prompt(choices: Choices, index: int) -> dict[str, Any]:
+    """The prompt's tokens and log-probabilities of choice `index`, if they were requested."""
+    written = dict[str, Any]()
+    if choices.returns_token_ids:
+        written["prompt_token_ids"] = [*choices.prompt_ids(index)]
+    if choices.returns_prompt_logprobs:
+        written["prompt_logprobs"] = choices.prompt_logprobs(index)
     return written
 
 

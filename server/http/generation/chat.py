@@ -13,7 +13,7 @@ from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from server.http.bodies.json_body import JsonRoute
 from server.http.fields.conversation import ConversationFields
 from server.http.fields.generation import GeneratedChoice, GeneratedResponse, GenerationRequest, ranged
-from server.http.fields.logprobs import ChatLogprobs, TokenNames, chat_logprobs
+from server.http.fields.logprobs import ChatLogprobs, PromptLogprobs, TokenNames, chat_logprobs
 from server.http.fields.strict import NotBuilt, Strict, text_or
 from server.http.fields.tools import ToolChoice, tool_wish
 from server.http.generation.answer import GENERATION_ERRORS, answer, check_number, new_response_id
@@ -121,7 +121,11 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         logprobs = (n_top or 0) if self.logprobs else None
         prediction = None if self.prediction is None else self.prediction.text
         return self.sampling_params(
-            defaults.sampling, max_tokens=most, logprobs=logprobs, prediction=prediction
+            defaults.sampling,
+            max_tokens=most,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            prediction=prediction,
         )
 
 
@@ -163,6 +167,7 @@ class ChatCompletion(GeneratedResponse):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     prompt_token_ids: Annotated[list[int] | None, Field(description="with return_token_ids")] = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
@@ -187,12 +192,14 @@ async def create_chat_completion(body: ChatCompletionRequest, call: CallOf) -> R
     if body.prediction is not None and ready.rules.prediction is None:
         call.unused.note("prediction", "nothing of this reply is drafted (docs/speculation.md)")
     extras = None
-    if body.logprobs or body.return_routed_experts or body.return_token_ids:
+    scores_prompt = body.prompt_logprobs is not None
+    if body.logprobs or scores_prompt or body.return_routed_experts or body.return_token_ids:
         extras = OutputExtras(
             names=TokenNames(model.tokenizer),
             shown=ready.rules.shown,
             write_logprobs=chat_logprobs if body.logprobs else None,
             token_ids=bool(body.return_token_ids),
+            prompt_logprobs=scores_prompt,
         )
     plan = None if ready.plan.is_plain else ready.plan
     response_id = new_response_id("chatcmpl")

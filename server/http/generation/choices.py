@@ -13,6 +13,7 @@ from starlette.types import Receive
 from orca_jax.request.kv_transfer import KVTransferParams
 from orca_jax.request.request import FinishReason
 from orca_jax.request.routed_experts import EncodedIds, as_base64
+from orca_jax.request.sampled import TokenLogprobs
 from orca_jax.request.token_text import TokenText
 from orca_jax.scheduling.admission import CheckedPrompt
 from orca_jax.service.output import Piece
@@ -22,7 +23,14 @@ from server.gateway.reply.events import ReplyEvent
 from server.gateway.reply.reply_plan import ReplyPlan, ReplyReader
 from server.gateway.side_threads import run_for_response
 from server.http.fields.generation import CompletionTokensDetails, PromptTokensDetails, Usage
-from server.http.fields.logprobs import LogprobsWriter, PlacedToken, TokenNames, TokenPlaces, prompt_places
+from server.http.fields.logprobs import (
+    LogprobsWriter,
+    PlacedToken,
+    TokenNames,
+    TokenPlaces,
+    prompt_logprobs,
+    prompt_places,
+)
 from server.http.state import ApiCall
 
 
@@ -33,7 +41,8 @@ class OutputExtras:
     `shown` has the special tokens that are part of the output text, with their texts. `write_logprobs` writes
     log-probabilities, None if they were not requested. `prompts` has the prompts' texts if they are to be
     echoed before the output. With `only_prompts` nothing else is returned: the one generated token is left
-    out. With `token_ids` the token ids of prompt and output are returned.
+    out. With `token_ids` the token ids of prompt and output are returned, and with `prompt_logprobs` the
+    log-probabilities of the prompt.
     """
 
     names: TokenNames
@@ -42,6 +51,7 @@ class OutputExtras:
     prompts: Sequence[str] | None = None
     only_prompts: bool = False
     token_ids: bool = False
+    prompt_logprobs: bool = False
 
 
 class ShownPiece(NamedTuple):
@@ -321,6 +331,24 @@ class Choices:
     def prompt_ids(self, index: int) -> Sequence[int]:
         """The tokens of the prompt of choice `index`."""
         return self._prompts[index // self._n_each].token_ids
+
+    @property
+    def returns_prompt_logprobs(self) -> bool:
+        return self.extras is not None and self.extras.prompt_logprobs
+
+    def prompt_logprobs(self, index: int) -> list[dict[str, Any] | None]:
+        """The log-probabilities of the prompt of choice `index`, which must be complete."""
+        assert self.extras is not None
+        return prompt_logprobs(self._of_prompt(index), self.extras.names)
+
+    def prompt_logprobs_size(self, index: int) -> int:
+        """The number of characters that these take, roughly."""
+        if not self.returns_prompt_logprobs:
+            return 0
+        return sum(64 * (1 + len(token.top)) for token in self._of_prompt(index))
+
+    def _of_prompt(self, index: int) -> Sequence[TokenLogprobs]:
+        return self._requests[index // self._n_each * self._n_requests].prompt_logprobs or ()
 
     @property
     def kv_lease(self) -> KVTransferParams | None:

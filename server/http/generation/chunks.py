@@ -32,7 +32,7 @@ class ReplyForm:
     """A route's form of a choice: `content` writes a whole one; the other fields describe its chunks.
 
     `object` and `chunk_object` name a response and a chunk. In a chunk, `before` (`first` in the first chunk)
-    and `after` enclose the text. `prompt_ids_by_choice` says where a prompt's token ids are returned: in each
+    and `after` enclose the text. `prompt_by_choice` says where a prompt's tokens are returned: in each
     choice, or once next to the choices.
     """
 
@@ -42,7 +42,7 @@ class ReplyForm:
     first: str
     before: str
     after: str
-    prompt_ids_by_choice: bool
+    prompt_by_choice: bool
 
 
 class PieceExtras(NamedTuple):
@@ -103,7 +103,7 @@ class ChunkWriter(ReplyWriter):
         self._logprobs = f'{form.after},"logprobs":'
         self._after = {reason: f"{self._logprobs}null{end}" for reason, end in self._reason.items()}
         self._versions = versions
-        self._prompt_ids_by_choice = form.prompt_ids_by_choice
+        self._prompt_by_choice = form.prompt_by_choice
         self._no_usage = ',"usage":null}\n\n' if self._final_usage else "}\n\n"
 
     async def begin(self) -> bytes:
@@ -190,7 +190,7 @@ class ChunkWriter(ReplyWriter):
     def _first_fields(self, extras: PieceExtras) -> str:
         """The fields of the choice that come with the first chunk of a piece."""
         fields = ""
-        if extras.prompt_ids is not None and self._prompt_ids_by_choice:
+        if extras.prompt_ids is not None and self._prompt_by_choice:
             fields = f',"prompt_token_ids":{extras.prompt_ids}'
         if extras.token_ids is not None:
             fields += f',"token_ids":{extras.token_ids}'
@@ -203,7 +203,7 @@ class ChunkWriter(ReplyWriter):
 
     def _around(self, extras: PieceExtras) -> str:
         """The fields next to the choices."""
-        if extras.prompt_ids is None or self._prompt_ids_by_choice:
+        if extras.prompt_ids is None or self._prompt_by_choice:
             return ""
         return f',"prompt_token_ids":{extras.prompt_ids}'
 
@@ -259,7 +259,7 @@ TEXT_FORM = ReplyForm(
     first='"text":',
     before='"text":',
     after="",
-    prompt_ids_by_choice=True,
+    prompt_by_choice=True,
 )
 CHAT_FORM = ReplyForm(
     object="chat.completion",
@@ -268,5 +268,5 @@ CHAT_FORM = ReplyForm(
     first='"delta":{"role":"assistant","content":',
     before='"delta":{"content":',
     after="}",
-    prompt_ids_by_choice=False,
+    prompt_by_choice=False,
 )

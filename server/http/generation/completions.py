@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Response
 from pydantic import BeforeValidator, Field
 
-from orca_jax.errors import InvalidSamplingParameter, NotSupported
+from orca_jax.errors import InvalidRequest, InvalidSamplingParameter, NotSupported
 from orca_jax.request.generation_defaults import GenerationDefaults
 from orca_jax.request.sampling_params import MAX_TOP_LOGPROBS, SamplingParams
 from orca_jax.scheduling.admission import CheckedPrompt
@@ -21,7 +21,7 @@ from server.http.fields.generation import (
     renamed_fields,
     singles,
 )
-from server.http.fields.logprobs import CompletionLogprobs, TokenNames, completion_logprobs
+from server.http.fields.logprobs import CompletionLogprobs, PromptLogprobs, TokenNames, completion_logprobs
 from server.http.fields.strict import NotBuilt
 from server.http.generation.answer import (
     GENERATION_ERRORS,
@@ -98,8 +98,22 @@ class CompletionRequest(GenerationRequest):
             defaults.sampling,
             max_tokens=_DEFAULT_MAX_TOKENS if wanted is None else wanted,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=self._of_prompt,
         )
+
+    @property
+    def _of_prompt(self) -> int | None:
+        """How many likely tokens to return for each prompt token; None for no log-probabilities of it."""
+        echoed = self.logprobs if self.echo else None
+        if echoed is None or self.prompt_logprobs is None:
+            return self.prompt_logprobs if echoed is None else echoed
+        if echoed != self.prompt_logprobs:
+            message = (
+                f"prompt_logprobs is {self.prompt_logprobs}, and with echo logprobs is {echoed}; "
+                "give both the same number, or leave one out"
+            )
+            raise InvalidRequest(message, param="prompt_logprobs")
+        return echoed
 
 
 class CompletionChoice(GeneratedChoice):
@@ -108,6 +122,7 @@ class CompletionChoice(GeneratedChoice):
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_token_ids: Annotated[list[int] | None, Field(description="with return_token_ids")] = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(GeneratedResponse):
@@ -155,13 +170,20 @@ async def create_completion(body: CompletionRequest, call: CallOf) -> Response:
         rules = await call.gateway.compiler.rules(model, sampling)
         checked, prompt_texts = await run_for_request(n_bytes, check_prompts)
     extras = None
-    if body.echo or body.logprobs is not None or body.return_routed_experts or body.return_token_ids:
+    if (
+        body.echo
+        or body.logprobs is not None
+        or body.prompt_logprobs is not None
+        or body.return_routed_experts
+        or body.return_token_ids
+    ):
         extras = OutputExtras(
             names=TokenNames(model.tokenizer),
             write_logprobs=None if body.logprobs is None else completion_logprobs,
             prompts=prompt_texts,
             only_prompts=body.only_prompt,
             token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
     response_id = new_response_id("cmpl")
     choices = Choices(call, checked, rules, extras=extras, response_id=response_id)

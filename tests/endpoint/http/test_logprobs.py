@@ -94,6 +94,46 @@ def test_logprobs_0_returns_the_token_itself(client: OpenAI) -> None:
     ]
 
 
+def test_a_prompts_logprobs_in_vllms_form(http: httpx2.Client) -> None:
+    """Of all choices of a prompt alike, by token id, in a list whose first element is null."""
+
+    def entry(logprob: float, rank: int | None, token: str) -> dict[str, Any]:
+        return {"logprob": pytest.approx(logprob), "rank": rank, "decoded_token": token}
+
+    expected = [None, {"98": entry(HALF, 1, "b"), "99": entry(QUARTER, 2, "c")}]
+    body: dict[str, Any] = {"prompt": ["ab", "b"], "n": 2, "max_tokens": 2, "prompt_logprobs": 2}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [choice["prompt_logprobs"] for choice in choices] == [expected, expected, [None], [None]]
+    assert all(choice["logprobs"] is None for choice in choices)
+    (choice,) = http.post(
+        "/v1/completions", json=body | {"prompt": "ab", "n": 1, "prompt_logprobs": 0, "logprobs": 1}
+    ).json()["choices"]
+    assert choice["prompt_logprobs"] == [None, {"98": entry(HALF, None, "b")}]
+    assert choice["logprobs"]["tokens"] == [*choice["text"]]  # without echo those of the output alone
+    chat: dict[str, Any] = {"messages": [USER], "max_tokens": 1, "prompt_logprobs": 1}
+    whole = http.post("/v1/chat/completions", json=chat).json()
+    first, *scored = whole["prompt_logprobs"]
+    assert first is None and len(scored) == whole["usage"]["prompt_tokens"] - 1
+    assert all(one[token] == entry(HALF, 1, one[token]["decoded_token"]) for one in scored for token in one)
+    assert "prompt_logprobs" not in whole["choices"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "says"),
+    [
+        ("completions", {"prompt": "a", "stream": True}, "stream and prompt_logprobs are both given"),
+        ("chat/completions", {"messages": [USER], "stream": True}, "stream and prompt_logprobs"),
+        ("completions", {"prompt": "a", "echo": True, "logprobs": 1}, "with echo logprobs is 1"),
+    ],
+)
+def test_prompt_logprobs_that_cannot_be_returned_are_refused(
+    http: httpx2.Client, path: str, fields: dict[str, Any], says: str
+) -> None:
+    answer = http.post(f"/v1/{path}", json=fields | {"prompt_logprobs": 2})
+    assert answer.status_code == 400 and says in error_of(answer)["message"]
+    assert error_of(answer)["param"] == "prompt_logprobs"
+
+
 def test_a_less_likely_token_comes_after_the_most_likely_ones(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
