@@ -1,7 +1,8 @@
 """Lays launches and bytes of forward programs, compiled for GPUs that need not be present, beside a floor.
 
     JAX_PLATFORMS=cpu python -m bench.compiled.ledger [--models llama-3.1-8b,deepseek-v3] \
-        [--devices h200,a100-80gb] [--decode 1,32,256] [--contexts 1024,32768] [--prefill 2048]
+        [--devices h200,a100-80gb] [--decode 1,32,256] [--contexts 1024,32768] [--prefill 2048] \
+        [--quantization int4]
 
 Needs the CUDA plugin (the extra `cuda`), no GPU. A row is one model on one kind of GPU in one iteration:
 decode of so many rows, each with the given context, or prefill of one prompt. A model's layers repeat, so the
@@ -35,6 +36,7 @@ from orca_jax.aot.described_gpu import described_devices
 from orca_jax.config import ParallelConfig
 from orca_jax.families.model_config import Layer, ModelConfig
 from orca_jax.families.presets import PRESETS
+from orca_jax.families.quantization_config import ROUNDED, Rounding, rounded_forms
 from orca_jax.model.kv_cache import cache_shape
 from orca_jax.planning.cost_model import IterationShape, operations
 from orca_jax.planning.known_devices import GPUS
@@ -106,9 +108,19 @@ class _Compiled(NamedTuple):
     temporaries: int
 
 
-def ledger_row(name: str, device: str, case: Case, *, tensor_parallel: int = 1, max_bs: int = 256) -> Row:
+def ledger_row(
+    name: str,
+    device: str,
+    case: Case,
+    *,
+    tensor_parallel: int = 1,
+    max_bs: int = 256,
+    quantization: Rounding | None = None,
+) -> Row:
     """Compile one case's programs and count."""
     model, start = PRESETS[name], time.perf_counter()
+    if quantization is not None:
+        model = model.with_forms(rounded_forms(model, quantization))
     few, more = shortened(model)
     base = _compiled(replace(model, layers=few), device, case, tensor_parallel, max_bs)
     total, largest, a_layer = Counts(), base.temporaries, 0.0
@@ -261,6 +273,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="1024,32768", help="tokens of each row (default: 1024,32768)")
     parser.add_argument("--prefill", default="2048", help="tokens of a prompt (default: 2048; empty: none)")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that share a layer (default: 1)")
+    parser.add_argument("--quantization", choices=[*ROUNDED], help="weights rounded to a packed form")
     flags = parser.parse_args()
     jax.config.update("jax_enable_compilation_cache", False)  # so that seconds are those of compiling
     decode, contexts, prefill = (
@@ -278,7 +291,9 @@ def main() -> None:
         if case.context <= PRESETS[model].n_positions
     ]
     rows = [
-        ledger_row(model, device, case, tensor_parallel=flags.tensor_parallel)
+        ledger_row(
+            model, device, case, tensor_parallel=flags.tensor_parallel, quantization=flags.quantization
+        )
         for model, device, case in track(wanted, "compiling", console=Console(stderr=True))
     ]
     Console(width=180).print(table(rows))

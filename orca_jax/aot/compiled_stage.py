@@ -108,7 +108,9 @@ def compile_stage(
     last_token = described_array((n_rows,), group.place(), jnp.int32)
     arrived = last_token if part.first else hidden
     buffer = described_array((stage.host_buffer.size(layout),), group.place(), jnp.int32)
-    lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
+    # Triton's lowering asks which GPU it is for, where none is present.
+    with jax.sharding.use_abstract_mesh(group.mesh.abstract_mesh):
+        lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
     score = None
     if part.last and not encoder_blocks:
         scored = scored_layout(layout.max_blocks)

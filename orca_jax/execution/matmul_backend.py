@@ -19,6 +19,7 @@ from orca_jax.families.packed_form import PackedForm
 from orca_jax.model.context import Convolution, LinearAttention
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.mixture_at_once import mixture_at_once
+from orca_jax.model.packed_weight import product_of_codes
 from orca_jax.native.causal_convolution import native_causal_convolution
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.linear_attention import has_linear_attention_form, native_linear_attention
@@ -33,9 +34,14 @@ from orca_jax.native.products import (
     native_mixture,
 )
 from orca_jax.pallas.grouped_product import grouped_product
+from orca_jax.pallas.packed_product import packed_product
+from orca_jax.pallas.packed_product import unsupported as packed_product_unsupported
 from orca_jax.pallas.work_list.group_tiles import unsupported
 
 Device = Any  # a jax.Device
+
+# Compute capabilities for which the kernel of packed products has been compiled: A100, Hopper, B200.
+_TRITON = ("8.0", "9.0", "10.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +51,16 @@ class Products:
     With `whole`, linear layers compute padding too, so that the order of sums does not depend on the number
     of tokens, and all products are `steady`. `kernel_cores` is the number of cores of a GPU that runs the
     experts' kernel; on a GPU without it, `at_once` computes all experts of few tokens together.
+    `packed_cores` is the same number of a GPU that runs the kernel of packed weights; with `float8` XLA's
+    products read FP8 codes there.
     """
 
     native: bool
     description: str = ""
     whole: bool = False
     kernel_cores: int | None = None
+    packed_cores: int | None = None
+    float8: bool = False
     at_once: bool = False
 
     def describe_with(self, attention: str) -> str:
@@ -75,6 +85,10 @@ class Products:
                 chosen = replace(matmul, grouped=partial(_grouped_on_gpu, n_cores=self.kernel_cores))
             elif self.at_once:
                 chosen = replace(matmul, mixture=mixture_at_once)
+            if self.packed_cores is not None:
+                chosen = replace(
+                    chosen, packed=partial(_packed_on_gpu, n_cores=self.packed_cores, float8=self.float8)
+                )
             return chosen if n_tokens is None else replace(chosen, n_tokens=n_tokens)
 
         def product(x: jax.Array, weight: jax.Array, n_tokens: jax.Array | None) -> jax.Array:
@@ -146,12 +160,34 @@ def _grouped_on_gpu(x: jax.Array, weight: jax.Array, sizes: jax.Array, *, n_core
     return grouped_product(x, weight, sizes, n_cores=n_cores)
 
 
+def _packed_on_gpu(
+    x: jax.Array,
+    form: PackedForm,
+    planes: Mapping[str, jax.Array],
+    n_tokens: jax.Array | None,
+    *,
+    n_cores: int,
+    float8: bool,
+) -> jax.Array | None:
+    """XLA's own product where it reads packed codes, or the kernel for few tokens."""
+    y = product_of_codes(x, form, planes) if form.code != "fp8" or float8 else None
+    if y is None and packed_product_unsupported(x, form) is None:
+        y = packed_product(x, form, planes, n_cores=n_cores)
+    return y
+
+
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
     """Choose the products for weights of `dtype` on a device."""
     if device.platform != "cpu":
-        if str(getattr(device, "compute_capability", None)) == "9.0":
-            return Products(native=False, kernel_cores=getattr(device, "core_count", 2))
-        return Products(native=False, at_once=device.platform == "gpu")
+        capability, n_cores = (
+            str(getattr(device, "compute_capability", None)),
+            getattr(device, "core_count", 2),
+        )
+        packed_cores = n_cores if capability in _TRITON else None
+        if capability == "9.0":
+            return Products(native=False, kernel_cores=n_cores, packed_cores=packed_cores, float8=True)
+        at_once = device.platform == "gpu"
+        return Products(native=False, at_once=at_once, packed_cores=packed_cores, float8=capability == "10.0")
     name = np.dtype(dtype).name
     if name not in DTYPES:
         allowed = " and ".join(DTYPES)

@@ -55,11 +55,36 @@ def _product_by_rows(form: PackedForm, dense: Dense, x: Array, planes: dict[str,
     return lax.fori_loop(0, -(-n_rows // height), add, jnp.zeros((x.shape[0], n_rows), x.dtype))
 
 
+def product_of_codes(x: Array, form: PackedForm, planes: Mapping[str, Array]) -> Array | None:
+    """product_unpacked for accelerators, where each row of eight-bit codes has one scale; None elsewhere.
+
+    The scale multiplies the product, so XLA reads the codes in the product itself. With `integer_inputs` it
+    multiplies integers.
+    """
+    if form.block is not None or form.code == "nibbles" or form.zero != 0 or form.table:
+        return None
+    codes = _codes(form, planes).reshape(-1, x.shape[1])
+    scales = wide_scales(form, planes["scales"]).reshape(-1)
+    by_inputs = (((1,), (1,)), ((), ()))
+    if form.integer_inputs:
+        integers, of_tokens = _in_eight_bits(x)
+        sums = lax.dot_general(integers.astype(jnp.int8), codes, by_inputs, preferred_element_type=jnp.int32)
+        return (sums.astype(jnp.float32) * of_tokens * scales).astype(x.dtype)
+    sums = lax.dot_general(x, codes.astype(x.dtype), by_inputs, preferred_element_type=jnp.float32)
+    return (sums * scales).astype(x.dtype)
+
+
 def rounded(x: Array) -> Array:
     """Activations [T, in] rounded to eight bits, with one scale a token."""
+    integers, scale = _in_eight_bits(x)
+    return (integers * scale).astype(x.dtype)
+
+
+def _in_eight_bits(x: Array) -> tuple[Array, Array]:
+    """Activations [T, in] as integers from -127 to 127, and each token's scale [T, 1], both float32."""
     wide = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(wide).max(axis=1, keepdims=True), 1e-30) / 127
-    return (jnp.round(wide / scale) * scale).astype(x.dtype)
+    return jnp.round(wide / scale), scale
 
 
 def rounded_to_float8(x: Array, scale: Array | None) -> Array:
@@ -187,7 +212,7 @@ def unpacked(form: PackedForm, planes: Mapping[str, Array], dtype: DTypeLike) ->
     block = form.block or n_in
     codes = codes.reshape(*out, n_in // block, block)
     if form.table:
-        numbers = _looked_up(form.table, codes)
+        numbers = looked_up(form.table, codes)
     elif form.zero == "zeros":
         zeros = planes["zeros"].astype(jnp.int32).reshape(*out, -1, 1)
         numbers = (codes.astype(jnp.int32) - zeros).astype(jnp.float32)
@@ -222,7 +247,7 @@ def _codes(form: PackedForm, planes: Mapping[str, Array]) -> Array:
     return low | high.reshape(low.shape) << 4
 
 
-def _looked_up(table: tuple[int, ...], codes: Array) -> Array:
+def looked_up(table: tuple[int, ...], codes: Array) -> Array:
     """The number of each code, by comparisons: they fuse, and a gather of bytes does not."""
     if table == MXFP4.table:
         # From 2 on, a code's bits are the first of a float32's exponent and mantissa: ten operations in place
@@ -250,16 +275,17 @@ def _scales(form: PackedForm, planes: Mapping[str, Array]) -> tuple[Array, Array
     if form.scale == "q6_k":
         per_super = scales.reshape(*scales.shape[:-1], -1, 16).astype(jnp.float32)
         return per_super * planes["super_scales"].astype(jnp.float32)[..., None], None
-    if form.scale == "e8m0":
-        return half_power(scales), None
     mins = planes.get("mins")
-    return _wide(form, scales), None if mins is None else _wide(form, mins)
+    return wide_scales(form, scales), None if mins is None else wide_scales(form, mins)
 
 
-def _wide(form: PackedForm, numbers: Array) -> Array:
+def wide_scales(form: PackedForm, stored: Array) -> Array:
+    """Scales or minima as they are stored, in float32; not the two parts of six-bit ones."""
+    if form.scale == "e8m0":
+        return half_power(stored)
     if form.scale == "bfloat16":
-        numbers = lax.bitcast_convert_type(numbers, jnp.bfloat16)
-    return numbers.astype(jnp.float32)
+        stored = lax.bitcast_convert_type(stored, jnp.bfloat16)
+    return stored.astype(jnp.float32)
 
 
 def half_power(exponents: Array) -> Array:

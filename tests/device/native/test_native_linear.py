@@ -214,3 +214,4 @@ def test_a_gpu_uses_xlas_products_without_a_message() -> None:
 
     chosen = choose_products(Gpu(), np.float32)
     assert not chosen.native and chosen.describe_with("kernel") == "kernel"
+    assert chosen.bind(None).packed is None
