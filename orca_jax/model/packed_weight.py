@@ -64,7 +64,7 @@ def product_of_codes(x: Array, form: PackedForm, planes: Mapping[str, Array]) ->
     if form.block is not None or form.code == "nibbles" or form.zero != 0 or form.table:
         return None
     codes = _codes(form, planes).reshape(-1, x.shape[1])
-    scales = wide_scales(form, planes["scales"]).reshape(-1)
+    scales = _wide(form, planes["scales"]).reshape(-1)
     by_inputs = (((1,), (1,)), ((), ()))
     if form.integer_inputs:
         integers, of_tokens = _in_eight_bits(x)
@@ -212,7 +212,7 @@ def unpacked(form: PackedForm, planes: Mapping[str, Array], dtype: DTypeLike) ->
     block = form.block or n_in
     codes = codes.reshape(*out, n_in // block, block)
     if form.table:
-        numbers = looked_up(form.table, codes)
+        numbers = _looked_up(form.table, codes)
     elif form.zero == "zeros":
         zeros = planes["zeros"].astype(jnp.int32).reshape(*out, -1, 1)
         numbers = (codes.astype(jnp.int32) - zeros).astype(jnp.float32)
@@ -247,7 +247,7 @@ def _codes(form: PackedForm, planes: Mapping[str, Array]) -> Array:
     return low | high.reshape(low.shape) << 4
 
 
-def looked_up(table: tuple[int, ...], codes: Array) -> Array:
+def _looked_up(table: tuple[int, ...], codes: Array) -> Array:
     """The number of each code, by comparisons: they fuse, and a gather of bytes does not."""
     if table == MXFP4.table:
         # From 2 on, a code's bits are the first of a float32's exponent and mantissa: ten operations in place
@@ -276,10 +276,10 @@ def _scales(form: PackedForm, planes: Mapping[str, Array]) -> tuple[Array, Array
         per_super = scales.reshape(*scales.shape[:-1], -1, 16).astype(jnp.float32)
         return per_super * planes["super_scales"].astype(jnp.float32)[..., None], None
     mins = planes.get("mins")
-    return wide_scales(form, scales), None if mins is None else wide_scales(form, mins)
+    return _wide(form, scales), None if mins is None else _wide(form, mins)
 
 
-def wide_scales(form: PackedForm, stored: Array) -> Array:
+def _wide(form: PackedForm, stored: Array) -> Array:
     """Scales or minima as they are stored, in float32; not the two parts of six-bit ones."""
     if form.scale == "e8m0":
         return half_power(stored)

@@ -18,7 +18,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from orca_jax.families.packed_form import PackedForm
-from orca_jax.model.packed_weight import looked_up, wide_scales
 
 MOST_TOKENS = 64
 _ROWS = 64  # of a weight in a thread block: fewer read the tokens more often, from the second cache
@@ -202,7 +201,7 @@ class _Rows:
         """The numbers of `codes` [R, n_codes], whose blocks are those of the `n` inputs from `first` on."""
         form = self._form
         if form.table:
-            numbers = looked_up(form.table, codes)
+            numbers = _looked_up(form.table, codes)
         else:
             numbers = codes.astype(jnp.float32)
             if isinstance(form.zero, int) and form.zero:
@@ -223,6 +222,17 @@ class _Rows:
         numbers *= each(scales)
         return numbers if added is None else numbers + each(added)
 
+    def _wide(self, name: str, block: jax.Array) -> jax.Array:
+        """Scales or minima of blocks [k] that are stored each by itself: [R, k], float32."""
+        stored = self._load(name, block)
+        if self._form.scale == "bfloat16":
+            return lax.bitcast_convert_type(stored.astype(jnp.uint32) << 16, jnp.float32)
+        if self._form.scale == "e8m0":  # the least two exponents are those of subnormal numbers
+            exponent = stored.astype(jnp.uint32)
+            bits = jnp.where(exponent < 2, jnp.uint32(1 << 21) << exponent, (exponent - 1) << 23)
+            return lax.bitcast_convert_type(bits, jnp.float32)
+        return stored.astype(jnp.float32)
+
     def _scales(self, block: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The scales of blocks [k], and what is added to their numbers: [R, k], float32."""
         form = self._form
@@ -237,10 +247,17 @@ class _Rows:
                 for part, by in ((scale, "super_scales"), (least, "super_mins"))
             )
             return scale, -least
-        scales = wide_scales(form, self._load("scales", block))
+        scales = self._wide("scales", block)
         if form.scale == "q6_k":
             scales *= self._load("super_scales", block // 16).astype(jnp.float32)
-        return scales, wide_scales(form, self._load("mins", block)) if form.zero == "mins" else None
+        return scales, self._wide("mins", block) if form.zero == "mins" else None
+
+
+def _looked_up(table: tuple[int, ...], codes: jax.Array) -> jax.Array:
+    numbers = jnp.zeros(codes.shape, jnp.float32)
+    for code, number in enumerate(table):
+        numbers = jnp.where(codes == code, float(number), numbers)
+    return numbers
 
 
 def _repeated(blocks: jax.Array, n: int) -> jax.Array:

@@ -16,6 +16,7 @@ from server.settings.endpoint_options import AccessLog
 LOGGER = logging.getLogger("orca.access")
 
 _MOST_CHARACTERS = 256  # of one value
+_encode = json.JSONEncoder(default=str).encode  # once: json.dumps with options makes one each time
 _BARE = re.compile(r"[A-Za-z0-9_./:@+-]+").fullmatch
 
 
@@ -54,7 +55,7 @@ def _text(record: Mapping[str, object]) -> str:
 
 
 def _value(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = value if isinstance(value, str) else _encode(value)
     return text if len(text) <= _MOST_CHARACTERS and _BARE(text) else _quoted(text)
 
 
@@ -64,13 +65,13 @@ def _json(record: Mapping[str, object]) -> str:
 
 
 def _member(value: object) -> str:
-    return _quoted(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return _quoted(value) if isinstance(value, str) else _encode(value)
 
 
 def _quoted(text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
         text = text[:_MOST_CHARACTERS] + "..."
-    return json.dumps(text).replace("\x7f", "\\u007f")
+    return _encode(text).replace("\x7f", "\\u007f")
 
 
 _LINES = {"text": _text, "json": _json}

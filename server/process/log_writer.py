@@ -40,7 +40,8 @@ class LogWriter:
                 return
             self._lines.append(data)
             self._n_bytes += len(data)
-            self._changed.notify()
+            if len(self._lines) == 1:  # otherwise the thread has been woken, and takes all lines
+                self._changed.notify()
 
     def close(self, seconds: float) -> None:
         """Write what waits, for at most `seconds`, and end the thread."""

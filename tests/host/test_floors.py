@@ -46,7 +46,7 @@ HOST_ROOMS["simulation"] = HOST_ROOMS["engine"] | {"engine", "service"}
 # Those that may know JAX. The model and the kernels do not know each other.
 DEVICE_ROOMS: dict[str, set[str]] = {
     "model": {"errors", "config", "families", "request", "grammar", "iteration"},
-    "pallas": {"errors", "config"},
+    "pallas": {"errors", "config", "families"},
     "native": {"families"},
     "cudnn": set(),
 }

@@ -66,24 +66,31 @@ class ReplyStream(Response):
 
         async with writer.choices.running(receive) as requests:
             await send({"type": "http.response.start", "status": 200, "headers": list(self.raw_headers)})
+            last = b""
             try:
                 if begin := await writer.begin() + writer.ping:
                     await write(begin)
                 if len(requests) == 1:
-                    await self._stream_one(requests[0], write)
+                    last = await self._stream_one(requests[0], write)
                 else:
-                    await self._stream_merged(requests, write)
+                    last = await self._stream_merged(requests, write)
                 end = await writer.end()
             except OrcaError as error:
                 end = writer.fail(error)
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await send({"type": "http.response.body", "body": last + end, "more_body": False})
 
-    async def _stream_one(self, request: LiveRequest, write: _Write) -> None:
+    async def _stream_one(self, request: LiveRequest, write: _Write) -> bytes:
+        """Write all events but those of the last piece, which it returns: they go with those after it."""
         take = self._writer.take
         pieces = self._with_pings(request, write) if self._writer.ping else request
+        last = b""
         async for piece in pieces:
-            if events := await take(0, piece):
+            events = await take(0, piece)
+            if piece.finish_reason is not None:
+                last = events
+            elif events:
                 await write(events)
+        return last
 
     async def _with_pings(self, request: LiveRequest, write: _Write) -> AsyncIterator[Piece]:
         """The request's pieces. A ping is written whenever the request is silent for PING_SECONDS."""
@@ -101,8 +108,11 @@ class ReplyStream(Response):
                 return
             yield piece
 
-    async def _stream_merged(self, requests: Sequence[LiveRequest], write: _Write) -> None:
-        """Queue each choice's events in a task, and send all that are ready in one message."""
+    async def _stream_merged(self, requests: Sequence[LiveRequest], write: _Write) -> bytes:
+        """Queue each choice's events in a task, and send all that are ready in one message.
+
+        Returns the last message's events, as `_stream_one` does.
+        """
         ready = asyncio.Queue[bytes | Exception | None](maxsize=len(requests))
 
         async def enqueue(index: int, request: LiveRequest) -> None:
@@ -124,13 +134,14 @@ class ReplyStream(Response):
                 while not ready.empty():
                     items.append(ready.get_nowait())
                 events = b"".join(item for item in items if isinstance(item, bytes))
-                if events:
+                n_open -= items.count(None)
+                if events and n_open:
                     await write(events)
                 errors += [item for item in items if isinstance(item, Exception)]
                 if errors:
                     raise errors.pop(0)
-                n_open -= items.count(None)
                 items.clear()
+            return events
         finally:
             for task in tasks:
                 task.cancel()

@@ -100,6 +100,8 @@ def test_a_client_that_leaves_after_the_first_line_ends_the_lease() -> None:
     with leasing(engine) as (server, leases):
         with asked(server) as answer:
             next(lines_of(answer))
+        (request,) = server.service.pool.live()
+        until(lambda: request.ending is not None, "the client's departure")  # before the iteration returns
         engine.let(1)
         until(lambda: not leases.n_bytes and not leases._growing, "the end of the lease")
         (record,) = server.service.timeline.requests
