@@ -128,6 +128,7 @@ class ReplyStream(Response):
         n_open = len(tasks)
         items: list[bytes | Exception | None] = []
         errors: list[Exception] = []
+        events = b""
         try:
             while n_open:
                 items.append(await ready.get())

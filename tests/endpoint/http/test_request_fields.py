@@ -277,6 +277,7 @@ WRONG: dict[str, list[Any]] = {
     "decoder_prompt": [1.5, True, {"a": 1}],
     "return_routed_experts": [0, 1, "true"],
     "return_token_ids": [0, 1, "true"],
+    "prompt_logprobs": [1.5, "1", True],
     "use_beam_search": [0, 1, "true"],
     "best_of": ["1", 1.5, True],
     "length_penalty": ["1", True],
