@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from orca_jax.iteration.flat_batch import DECODE_CONTEXTS, FlatLayout, decode_ti
 from orca_jax.iteration.rows.scored import SCORED, scored_layout
 from orca_jax.model.kv_cache import LayerMemory, layer_memory
 from orca_jax.model.weight import held
+from orca_jax.sharding.device_group import DeviceGroup
 from orca_jax.sharding.partition import StagePart
 from orca_jax.sharding.specs import CACHE_SPEC
 
@@ -108,8 +110,7 @@ def compile_stage(
     last_token = described_array((n_rows,), group.place(), jnp.int32)
     arrived = last_token if part.first else hidden
     buffer = described_array((stage.host_buffer.size(layout),), group.place(), jnp.int32)
-    # Triton's lowering asks which GPU it is for, where none is present.
-    with jax.sharding.use_abstract_mesh(group.mesh.abstract_mesh):
+    with _described(group):
         lowered = stage.forward.lower(stage.weights, caches, arrived, buffer, layout=layout)
     score = None
     if part.last and not encoder_blocks:
@@ -117,11 +118,17 @@ def compile_stage(
         taken = described_array((SCORED, model.carried_size), group.place(), dtype)
         cache = caches[model.memory_of(part.layers[-1]) - part.layers[0]]
         score_buffer = described_array((stage.score_buffer.size(scored),), group.place(), jnp.int32)
-        score = stage.score.lower(stage.weights, taken, cache, score_buffer, layout=scored)
+        with _described(group):
+            score = stage.score.lower(stage.weights, taken, cache, score_buffer, layout=scored)
     weights = device_bytes(stage.weights)
     arguments = weights + device_bytes((caches, arrived, buffer))
     program = lowered.compile(dict(compiler_options or {}))
     return CompiledStage(program, chosen.description, weights, arguments, score)
+
+
+def _described(group: DeviceGroup) -> AbstractContextManager[Any]:
+    """Tell the lowering of Triton kernels for which GPU they are, where none is present."""
+    return jax.sharding.use_abstract_mesh(group.mesh.abstract_mesh)
 
 
 def described_stage(

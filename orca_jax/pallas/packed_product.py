@@ -1,9 +1,9 @@
 """Products of few tokens with packed weights on GPUs, in a Triton kernel that unpacks in registers.
 
-A thread block has `_ROWS` rows of the weight and one of the equal parts of its inputs. It reads the codes of
-some inputs at a time and multiplies by them at once, so that no unpacked weight is ever in memory. XLA adds
-the parts up. With more than `MOST_TOKENS` tokens it costs little to unpack first, and the kernel would
-unpack as often as it has tiles of tokens.
+A thread block has up to `_TOKENS` tokens, `_ROWS` rows of the weight and one of the equal parts of its
+inputs. It reads the codes of some inputs at a time and multiplies by them at once, so that no unpacked weight
+is ever in memory. XLA adds the parts up. With more than `MOST_TOKENS` tokens it costs little to unpack first,
+and the kernel would unpack as often as it has tiles of tokens.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from orca_jax.families.packed_form import PackedForm
 
-MOST_TOKENS = 64
+MOST_TOKENS = 256
+_TOKENS = 64  # in a thread block
 _ROWS = 64  # of a weight in a thread block: fewer read the tokens more often, from the second cache
 _LEAST_TOKENS = 16  # of Triton's products
 _STEPS = (128, 64, 32)  # inputs at a time
@@ -40,8 +41,13 @@ class _Shape:
 
     @property
     def tile(self) -> int:
-        """Tokens of a product, of which the last ones may be missing: a power of two."""
-        return max(_LEAST_TOKENS, 1 << (self.n_tokens - 1).bit_length())
+        """Tokens of a thread block, of which the last ones may be missing: a power of two."""
+        return min(_TOKENS, max(_LEAST_TOKENS, 1 << (self.n_tokens - 1).bit_length()))
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Tiles of tokens, of rows, and parts. The tiles that read the same codes follow one another."""
+        return -(-self.n_tokens // self.tile), -(-self.n_out // _ROWS), self.n_parts
 
 
 def unsupported(x: jax.Array, form: PackedForm) -> str | None:
@@ -85,7 +91,8 @@ def packed_product(
     n_out = len(matrices["codes"])
     step = next(each for each in _STEPS if n_in % each == 0)
     most = max(1, matrices["codes"].shape[1] // (2 * _SUM_BYTES * n_tokens))
-    n_parts = _n_parts(-(-n_out // _ROWS), n_in // step, n_cores, most)
+    n_blocks = -(-n_out // _ROWS) * -(-n_tokens // _TOKENS)
+    n_parts = _n_parts(n_blocks, n_in // step, n_cores, most)
     shape = _Shape(n_tokens, n_out, n_in, step, n_parts)
     return _launch(shape, form, x, matrices, interpret)
 
@@ -111,7 +118,7 @@ def _launch(
     out = pl.pallas_call(
         partial(_kernel, shape, form, names),
         out_shape=jax.ShapeDtypeStruct((shape.n_parts, shape.n_tokens, shape.n_out), jnp.float32),
-        grid=(-(-shape.n_out // _ROWS), shape.n_parts),
+        grid=shape.grid,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="packed_product",
@@ -120,11 +127,11 @@ def _launch(
 
 
 def _kernel(shape: _Shape, form: PackedForm, names: tuple[str, ...], x: Any, *refs: Any) -> None:
-    """Multiply by `_ROWS` rows and a part of the inputs."""
+    """Multiply a tile of tokens by `_ROWS` rows and a part of the inputs."""
     *planes, out = refs
-    row, part = pl.program_id(0) * _ROWS + jnp.arange(_ROWS), pl.program_id(1)
+    row, part = pl.program_id(1) * _ROWS + jnp.arange(_ROWS), pl.program_id(2)
     weight = _Rows(form, dict(zip(names, planes, strict=True)), jnp.minimum(row, shape.n_out - 1))
-    token = jnp.arange(shape.tile)
+    token = pl.program_id(0) * shape.tile + jnp.arange(shape.tile)
     is_token, known = token < shape.n_tokens, jnp.minimum(token, shape.n_tokens - 1)
     n_steps = shape.n_in // (shape.step * shape.n_parts)
 

@@ -37,7 +37,7 @@ def test_a_product_with_each_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_1", "Q5_K", "w8", "fp8-blocks"])
-@pytest.mark.parametrize("n_tokens", [1, 16, 17, MOST_TOKENS])
+@pytest.mark.parametrize("n_tokens", [1, 16, 17, 64, 65, MOST_TOKENS])
 def test_each_tile_of_tokens(name: str, n_tokens: int) -> None:
     check(FORMS[name], 32, 512, n_tokens)
 
@@ -79,7 +79,7 @@ def test_what_the_kernel_does_not_support() -> None:
     form = FORMS["Q4_0"]
     assert unsupported(x, form) is None
     assert "float32" in (unsupported(x.astype(jnp.float32), form) or "")
-    assert "65 tokens" in (unsupported(jnp.zeros((MOST_TOKENS + 1, 256), jnp.bfloat16), form) or "")
+    assert "257 tokens" in (unsupported(jnp.zeros((MOST_TOKENS + 1, 256), jnp.bfloat16), form) or "")
     assert "no multiple of 256" in (unsupported(x[:, :224], FORMS["Q6_K"]) or "")
     assert "no multiple of 32" in (unsupported(x[:, :40], FORMS["w8"]) or "")
     assert "48 inputs" in (unsupported(x, replace(FORMS["w8-zeros"], block=48)) or "")
