@@ -23,10 +23,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -73,7 +73,7 @@ class Case:
 
 
 class VllmServer:
-    """vLLM's server of OpenAI's protocol in an environment of its own; a context manager that ends it."""
+    """A vLLM server, of OpenAI's protocol, in its own environment; a context manager that ends it."""
 
     def __init__(self, python: str, model: Path, n_rows: int, words: Sequence[str]) -> None:
         with socket.socket() as listener:
@@ -114,13 +114,9 @@ class VllmServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        os.killpg(self._process.pid, signal.SIGTERM)
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and its failure is what is to be raised
+            os.killpg(self._process.pid, signal.SIGTERM)
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:

@@ -179,10 +179,8 @@ def _packed_on_gpu(
 def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) -> Products:
     """Choose the products for weights of `dtype` on a device."""
     if device.platform != "cpu":
-        capability, n_cores = (
-            str(getattr(device, "compute_capability", None)),
-            getattr(device, "core_count", 2),
-        )
+        capability = str(getattr(device, "compute_capability", None))
+        n_cores = getattr(device, "core_count", 2)
         packed_cores = n_cores if capability in _TRITON else None
         if capability == "9.0":
             return Products(native=False, kernel_cores=n_cores, packed_cores=packed_cores, float8=True)

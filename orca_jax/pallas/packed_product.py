@@ -268,7 +268,7 @@ def _looked_up(table: tuple[int, ...], codes: jax.Array) -> jax.Array:
 
 
 def _repeated(blocks: jax.Array, n: int) -> jax.Array:
-    """Each of the elements [R, k] n times in a row: [R, k n]."""
+    """Repeat each of the elements [R, k] n times in a row: [R, k n]."""
     if blocks.shape[1] == 1:
         return jnp.broadcast_to(blocks, (len(blocks), n))
     return jnp.broadcast_to(blocks[:, :, None], (*blocks.shape, n)).reshape(len(blocks), -1)

@@ -388,7 +388,7 @@ def test_what_has_no_such_layer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_presets_layer_shares_embedding_and_head() -> None:
-    """What `orca plan` counts of Qwen3-Next's and Nemotron 3's: a shared head takes time, and no memory."""
+    """`orca plan` counts a shared head's time, and no memory for it, in Qwen3-Next and Nemotron 3."""
     table = parameter_table(next_token_model(PRESETS["qwen3-next-80b-a3b"]))
     assert not {TOKEN_EMBEDDING, HEAD} & {*table}
     assert table["states.project"].shape == (2048, 4096)

@@ -95,7 +95,7 @@ def test_logprobs_0_returns_the_token_itself(client: OpenAI) -> None:
 
 
 def test_a_prompts_logprobs_in_vllms_form(http: httpx2.Client) -> None:
-    """Of all choices of a prompt alike, by token id, in a list whose first element is null."""
+    """All choices of a prompt have the same: by token id, in a list whose first element is null."""
 
     def entry(logprob: float, rank: int | None, token: str) -> dict[str, Any]:
         return {"logprob": pytest.approx(logprob), "rank": rank, "decoded_token": token}
