@@ -29,8 +29,11 @@ from orca_jax.model.kv_cache import LayerMemory
 class PromptReader:
     """Starts the last stage's programs that read prompts."""
 
-    def __init__(self, stage: Stage, shape: EngineShape, place: jax.sharding.Sharding) -> None:
+    def __init__(
+        self, stage: Stage, shape: EngineShape, place: jax.sharding.Sharding, state_size: int
+    ) -> None:
         self._stage, self._shape, self._place = stage, shape, place
+        self._no_states = jax.device_put(np.zeros(state_size, np.float32), place)
 
     def read(
         self,
@@ -57,9 +60,12 @@ class PromptReader:
         pooled: list[tuple[jax.Array, list[int]]] = []
         if pools:
             parts = pooled_parts(message, message.n_pooled, self._shape, causal=self._stage.causal)
+            last, before = -1, self._no_states
             for places, at, flat in parts:
-                part = self._past_last_layer(self._stage.pool, hidden, cache, at, flat)
+                before = before if places[0] == last else self._no_states
+                part, before = self._past_last_layer(self._stage.pool, hidden, cache, at, flat, before)
                 pooled.append((part, places))
+                last = places[-1]
         return PromptReads(scores, pooled, routed)
 
     def route_again(
@@ -89,18 +95,19 @@ class PromptReader:
             scored = scored_layout(shape.max_blocks, adapters=adapters)
             pooled = pooled_layout(shape, adapters=adapters)
             end = ", with adapters" if adapters else ""
-            for name, program, layout in (
-                ("a prompt's log-probabilities", stage.score, scored),
-                ("embeddings of prompts", stage.pool, pooled),
+            for name, program, layout, others in (
+                ("a prompt's log-probabilities", stage.score, scored, ()),
+                ("embeddings of prompts", stage.pool, pooled, (self._no_states,)),
                 (
                     "the last layer's experts of prompts",
                     stage.route if stage.last_is_sparse else None,
                     pooled,
+                    (),
                 ),
             ):
                 if program is not None:
                     buffer = self._words_like(stage.score_buffer.size(layout))
-                    arrays = (weights_like(layout), hidden_like(SCORED), cache, buffer)
+                    arrays = (weights_like(layout), hidden_like(SCORED), cache, buffer, *others)
                     yield ToCompile(name + end, partial(program.compile, *arrays, layout=layout))
         for n in sorted({layout.n_tokens for layout in sizes.layouts}, reverse=True):
             take = partial(stage.take.compile, hidden_like(n), self._words_like(SCORED))
@@ -117,8 +124,9 @@ class PromptReader:
         cache: LayerMemory,
         at: npt.NDArray[np.int32],
         flat: FlatBatch,
-    ) -> jax.Array:
+        *others: jax.Array,
+    ) -> Any:
         """Run one of the stage's programs over the tokens `at` of the batch, laid out as `flat`."""
         tokens, buffer = jax.device_put((at, self._stage.score_buffer.fill(flat)), self._place)
         x = self._stage.take(hidden, tokens)
-        return program(self._stage.weights_of(flat.layout), x, cache, buffer, layout=flat.layout)
+        return program(self._stage.weights_of(flat.layout), x, cache, buffer, *others, layout=flat.layout)

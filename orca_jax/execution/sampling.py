@@ -51,7 +51,7 @@ class PromptReads(NamedTuple):
     """Results for prompt tokens on their way to the host; a place is a row's index in the batch."""
 
     scores: dict[int, list[tuple[jax.Array, int]]]  # by place: parts, each LOGPROBS as words and its tokens
-    pooled: list[tuple[jax.Array, list[int]]]  # parts: sums of hidden states by row, and the rows' places
+    pooled: list[tuple[jax.Array, list[int]]]  # parts: sums of hidden states so far, and their rows' places
     routed: Sequence[DeviceRouted]  # experts in each stage, first to last
 
     def arrays(self) -> Iterator[jax.Array]:
@@ -71,8 +71,7 @@ class PromptReads(NamedTuple):
         }
         pooled: dict[int, Vector] = {}
         for part, places in self.pooled:
-            for place, vector in zip(places, np.asarray(part), strict=False):  # padding rows follow
-                pooled[place] = pooled[place] + vector if place in pooled else vector
+            pooled |= zip(places, np.asarray(part), strict=False)  # padding rows follow
         return prompts, pooled, joined([stage.fetch() for stage in self.routed])
 
 

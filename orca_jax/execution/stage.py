@@ -140,7 +140,9 @@ class Stage:
         self.forward = self._program(self._forward, donated=(1,))
         past_last = (_WHOLE, _CACHES, _WHOLE), _WHOLE
         self.score = self._program(self._on_each(stage_programs.score, *past_last))
-        self.pool = self._program(self._on_each(stage_programs.pool, *past_last))
+        self.pool = self._program(
+            self._on_each(stage_programs.pool, (*past_last[0], _WHOLE), (_WHOLE, _WHOLE))
+        )
         self.route = self._program(self._on_each(stage_programs.route, *past_last))
         encode = self._on_each(stage_programs.encode, (_CACHES, _WHOLE), (_WHOLE, _CACHES))
         cross = self._on_each(stage_programs.cross, (_CACHES, _WHOLE, _WHOLE), _CACHES)

@@ -241,15 +241,36 @@ def score(
 
 
 def pool(
-    stage: StageModel, weights: Weights, x: Array, cache: LayerMemory, buffer: Array, *, layout: FlatLayout
-) -> Array:
-    """Sums [R, P] float32 of each row's final hidden states in a PooledPart; arguments as in `score`."""
+    stage: StageModel,
+    weights: Weights,
+    x: Array,
+    cache: LayerMemory,
+    buffer: Array,
+    before: Array,
+    *,
+    layout: FlatLayout,
+) -> tuple[Array, Array]:
+    """Sums [R, P] float32 of each row's final hidden states in a PooledPart, or a ranker's results.
+
+    `before` [E] is the sum over the first row's tokens in earlier parts; the second output is the same for a
+    part that goes on with this one's last row. The other arguments are as in `score`.
+    """
     model, iteration, batch, output = _through_last_layer(stage, weights, x, cache, buffer, layout)
-    x = model.pooled_states(output.x, iteration.shard, iteration.tokens.product).astype(jnp.float32)
+    shard, product = iteration.shard, iteration.tokens.product
+    x = model.final_states(output.x, product).astype(jnp.float32)
     token = jnp.arange(layout.n_tokens)
     mine = (token >= batch.row_start[:-1, None]) & (token < batch.row_start[1:, None])  # [R, T]
     # A product with ones and zeros would let another row's NaN into the sum.
-    return jnp.where(mine[:, :, None], x, 0).sum(axis=1)
+    sums = jnp.where(mine[:, :, None], x, 0).sum(axis=1).at[0].add(before)  # [R, E]
+    last = sums[jnp.sum(batch.row_start[:-1] < batch.row_start[-1]) - 1]
+    if not model.config.ranker:
+        return sums, last
+    assert isinstance(model, Transformer)
+    n = jnp.float32(1)
+    if model.config.ranker_head.mean:  # results are multiplied by the length, because the host divides by it
+        n = jnp.maximum(batch.kv_length, 1)[:, None].astype(jnp.float32)
+    results = model.judged((sums / n).astype(output.x.dtype), shard, product)
+    return results.astype(jnp.float32) * n, last
 
 
 def route(

@@ -135,7 +135,7 @@ class Worker:
             self.chooser = TokenChooser(config.vocab_size, shape.n_rows, self._place, drafts=shape.drafts)
         self.prompts = None
         if part.last and config.reads is None:
-            self.prompts = PromptReader(self.stage, shape, self._place)
+            self.prompts = PromptReader(self.stage, shape, self._place, config.embedding.size)
         # A head's place for the states that it reads, which are in another worker's cache.
         self.states: ServedStates | None = None
         self._no_tokens = jax.device_put(np.zeros(shape.n_rows, np.int32), self._place)

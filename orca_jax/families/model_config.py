@@ -376,15 +376,20 @@ RankerKind = Literal["pooler", "linear", "tokens"]
 class RankerHead:
     """The head with which a ranker computes the relevance of two texts from a pooled state.
 
-    pooler: a linear layer of the tanh of a linear layer, one result (BERT). linear: one linear layer without
-    a bias, of `n_results` (Qwen3ForSequenceClassification). tokens: the logits of `token_ids`, "no" and "yes"
-    (Qwen3-Reranker). One result is the relevance's logit. Of two the second speaks for relevance, and the
-    first against it.
+    pooler: a linear layer, with a `bias` or not, an activation and perhaps a norm; then a linear layer of one
+    result. It reads the first token's state (BERT), or with `mean` the mean of all
+    (ModernBERT). linear: one linear layer without a bias, of `n_results` (Qwen3ForSequenceClassification).
+    tokens: the logits of `token_ids`, "no" and "yes" (Qwen3-Reranker). One result is the relevance's logit.
+    Of two the second speaks for relevance, and the first against it.
     """
 
     kind: RankerKind = "pooler"
     n_results: int = 1
     token_ids: tuple[int, ...] = ()
+    activation: Activation | Literal["tanh"] = "tanh"
+    bias: bool = True
+    norm: Norm | None = None
+    mean: bool = False
 
     def __post_init__(self) -> None:
         check_choice("a ranker's kind", self.kind, RankerKind)
@@ -393,6 +398,15 @@ class RankerHead:
         n_tokens = self.n_results if self.kind == "tokens" else 0
         if len(self.token_ids) != n_tokens or len({*self.token_ids}) != n_tokens:
             raise ConfigError(f"token_ids has {list(self.token_ids)}; expected {n_tokens} different tokens")
+        if self.activation == "xielu":
+            raise ConfigError("a ranker's head with xielu, which has weights of its own, is not supported")
+
+    @property
+    def pooling(self) -> Literal["last", "mean", "cls"]:
+        """The state that the head reads: a token's, or the mean of all."""
+        if self.kind != "pooler":
+            return "last"
+        return "mean" if self.mean else "cls"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

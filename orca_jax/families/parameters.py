@@ -616,13 +616,14 @@ def _outside(
         after |= _norm(f"{ENCODER}final_norm", encoder.final_norm, sizes, "first")
     if config.ranker:
         own = sizes | {"r": config.pooled_size}
-        kind = config.ranker_head.kind
-        layers_of_it = [("ranker.dense", ("H", "H"))] if kind == "pooler" else []
-        layers_of_it += [] if kind == "tokens" else [("ranker.out", ("r", "H"))]
-        for name, axes in layers_of_it:
+        head = config.ranker_head
+        layers_of_it = [("ranker.dense", ("H", "H"), head.bias)] if head.kind == "pooler" else []
+        layers_of_it += [] if head.kind == "tokens" else [("ranker.out", ("r", "H"), head.kind == "pooler")]
+        for name, axes, bias in layers_of_it:
             after[f"{name}.weight"] = _parameter(axes, own, "normal", "linear", "last")
-            if kind == "pooler":
+            if bias:
                 after[f"{name}.bias"] = _parameter(axes[:1], own, "zeros", "bias", "last")
+        after |= {} if head.norm is None else _norm("ranker.norm", head.norm, sizes, "last")
     n_drafted = None if config.reads is None else config.reads.n_drafted
     if n_drafted is not None:
         own = sizes | {"v": n_drafted}

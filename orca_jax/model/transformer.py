@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import ModelConfig, RankerHead
 from orca_jax.families.parameters import (
     ENCODER,
     HEAD,
@@ -26,6 +26,7 @@ from orca_jax.model.adapted import AdaptedWeight
 from orca_jax.model.block import Block, LayerOutput, Parameters, run_blocks, weights_of_layer
 from orca_jax.model.context import Iteration
 from orca_jax.model.encoder import Encoder
+from orca_jax.model.feed_forward import activate
 from orca_jax.model.kv_cache import LayerCache, LayerMemory
 from orca_jax.model.layers import Linear, Matmul, matmul, norm_of, soft_cap
 from orca_jax.model.read_states import StateReader
@@ -125,10 +126,8 @@ class Transformer(nnx.Module):
             self.head_bias = nnx.Param(parameters[HEAD_BIAS]) if config.head_bias else None
             some = config.reads is not None and config.reads.n_drafted is not None
             self.head_offsets = nnx.Param(parameters[HEAD_OFFSETS]) if some else None
-            every = ((f"ranker.{name}.weight", f"ranker.{name}.bias") for name in ("dense", "out"))
-            self.ranker = nnx.List(
-                [Linear(parameters[name], parameters.get(bias)) for name, bias in every if name in parameters]
-            )
+            of_ranker = _within(parameters, "ranker.")
+            self.ranker = RankerLayers(config.ranker_head, of_ranker) if of_ranker else None
 
     def embed(
         self,
@@ -296,30 +295,27 @@ class Transformer(nnx.Module):
             x = self.final_norm(x)
         return x if self.project_out is None else self.project_out(x, product)
 
-    def pooled_states(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
-        """The parts of an embedding [R, P] from the last layer's output x [R, H]."""
-        if not self.config.ranker:
-            return self.final_states(x, product)
-        if self.config.ranker_head.kind == "tokens":
+    def judged(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
+        """A ranker's results [R, P] from pooled final states x [R, E]."""
+        if self.ranker is None:
             return self._logits_of(self.config.ranker_head.token_ids, x, shard, product)
-        x = self.final_states(x, product)
-        *dense, out = self.ranker
-        for layer in dense:
-            x = jnp.tanh(layer(x, product))
-        return out(x, product)
+        return self.ranker(x, product)
 
     def _logits_of(self, token_ids: Sequence[int], x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
         """The logits of `token_ids` alone, [R, len(token_ids)] float32: a product with a few rows."""
         head = (self.token_embedding if self.head is None else self.head.weight).get_value()
         plain = self.config.logit_multiplier == 1.0 and self.config.logit_soft_cap is None
         if isinstance(head, AdaptedWeight) or self.head_bias is not None or not plain:
-            return self.logits(x, shard, product)[:, jnp.array(token_ids)]
+            return self._logits(x, shard, product)[:, jnp.array(token_ids)]
         rows = self._rows(head, jnp.array(token_ids, jnp.int32), shard, product)
-        return product.in_float32(self.final_states(x, product), rows)
+        return product.in_float32(x, rows)
 
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """The logits [R, V] float32 from the last layer's output x [R, H]."""
-        x = self.final_states(x, product)
+        return self._logits(self.final_states(x, product), shard, product)
+
+    def _logits(self, x: jax.Array, shard: Shard, product: Matmul) -> jax.Array:
+        """The logits [R, V] float32 from final states x [R, E]."""
         head = (self.token_embedding if self.head is None else self.head.weight).get_value()
         if self.head is None and isinstance(head, AdaptedWeight):
             head = head.base  # adapters of the embedding
@@ -338,6 +334,23 @@ class Transformer(nnx.Module):
         token_ids = jnp.arange(logits.shape[1]) + self.head_offsets[...].astype(jnp.int32)
         others = jnp.full((logits.shape[0], self.config.vocab_size), -jnp.inf, logits.dtype)
         return others.at[:, token_ids].set(logits, mode="drop")
+
+
+class RankerLayers(nnx.Module):
+    """The layers of a ranker's head, from a pooled state to results."""
+
+    def __init__(self, config: RankerHead, parameters: Parameters) -> None:
+        self.config = config
+        pooler = config.kind == "pooler"
+        self.dense = Linear(parameters["dense.weight"], parameters.get("dense.bias")) if pooler else None
+        self.norm = None if config.norm is None else norm_of(config.norm, parameters.get, "norm")
+        self.out = Linear(parameters["out.weight"], parameters.get("out.bias"))
+
+    def __call__(self, x: jax.Array, product: Matmul) -> jax.Array:
+        if self.dense is not None:
+            x, activation = self.dense(x, product), self.config.activation
+            x = jnp.tanh(x) if activation == "tanh" else activate(x, activation)
+        return self.out(x if self.norm is None else self.norm(x), product)
 
 
 def _within(parameters: Parameters, prefix: str) -> Parameters:

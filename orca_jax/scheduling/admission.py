@@ -1,6 +1,6 @@
 """Admission to the queue: which requests an engine can run, and how much host memory a request takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +96,13 @@ def check_prompt(
     return CheckedPrompt(tuple(prompt_ids), n_output)
 
 
+_STATES: Mapping[Pooling, str] = {
+    "last": "the state of the last token",
+    "cls": "the state of the first token",
+    "mean": "the mean of all states",
+}
+
+
 def check_use(model: ModelConfig, pooling: Pooling | None) -> None:
     """Raise NotSupported unless the model makes embeddings with `pooling`, or with None other outputs."""
     if pooling is None and model.only_pools:
@@ -108,8 +115,9 @@ def check_use(model: ModelConfig, pooling: Pooling | None) -> None:
             what += ", as its folder 1_Pooling says"
             use += "; a checkpoint with a head generates if that folder is taken away"
         raise NotSupported(f"this model {what}; use {use}", param="prompt")
-    if pooling not in (None, "last") and model.ranker and not model.is_bidirectional:
-        message = f"pooling is {pooling!r}; this model ranks texts by the state of the last token; use last"
+    reads = model.ranker_head.pooling
+    if pooling not in (None, reads) and model.ranker:
+        message = f"pooling is {pooling!r}; this model ranks texts by {_STATES[reads]}; use {reads}"
         raise NotSupported(message, param="pooling")
     if pooling is not None and model.encoder is not None:
         raise NotSupported("embeddings are not supported for a model with an encoder", param="prompt")

@@ -32,7 +32,7 @@ class Intake:
     """Checks of parameters and prompts, on any thread. `speculation` is the engine's, if outputs are drafted.
 
     `pooling` is the default of embeddings; without it, the last token's state, or the first one's in a model
-    without causal masks.
+    without causal masks. A ranker's is what its head reads.
     """
 
     def __init__(
@@ -45,7 +45,8 @@ class Intake:
         pooling: Pooling | None = None,
     ) -> None:
         self.model = model
-        self.pooling: Pooling = pooling or ("cls" if model.is_bidirectional else "last")
+        of_ranker = model.ranker_head.pooling if model.ranker else None
+        self.pooling: Pooling = of_ranker or pooling or ("cls" if model.is_bidirectional else "last")
         self.token_name: TokenName = unnamed if tokenizer is None else tokenizer.token_name
         self.speculation = speculation
         self.serving = config

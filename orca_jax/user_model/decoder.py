@@ -193,10 +193,6 @@ class UserDecoder(nnx.Module):
         """Transformer.final_states before any final norm, which only `unembed` knows."""
         return x
 
-    def pooled_states(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
-        """Transformer.pooled_states, which are the final ones."""
-        return self.final_states(x, product)
-
     def logits(self, x: jax.Array, shard: Shard = ALONE, product: Matmul = matmul) -> jax.Array:
         """Transformer.logits."""
         model: Any = self.rest

@@ -87,6 +87,14 @@ NO, YES = 100, 7  # of different devices, where two share the vocabulary
 RANKERS: dict[str, dict[str, Any]] = {
     "bert-ranker": {"model_type": "bert", "max_position_embeddings": 64, "type_vocab_size": 2},
     "xlm-roberta-ranker": {"model_type": "xlm-roberta", "max_position_embeddings": 66, "type_vocab_size": 1},
+    "modernbert-ranker-first": _MODERN
+    | {"local_attention": 8, "classifier_pooling": "cls", "classifier_activation": "silu"},
+    # Pairs of more tokens than a part of pooled rows has.
+    "modernbert-ranker-mean": _MODERN
+    | {
+        **{"max_position_embeddings": 300, "local_attention": 16, "classifier_pooling": "mean"},
+        **{"classifier_bias": True, "norm_bias": True, "_longest": 148},
+    },
 }
 BEGIN, SEPARATOR, FIRST_WORD = 2, 3, 5  # ids below the last are special
 
@@ -124,16 +132,20 @@ def _save(name: str, kind: Any, fields: dict[str, Any]) -> tuple[Any, np.random.
 
 def _make_ranker(name: str, shape: dict[str, Any]) -> None:
     """A ranker of pairs, and its results before the sigmoid."""
+    shape = dict(shape)
+    longest = shape.pop("_longest", 28)
     model, rng = _save(name, AutoModelForSequenceClassification, _SIZES | shape | {"num_labels": 1})
     pairs: list[list[np.ndarray]] = [
-        [rng.integers(FIRST_WORD, _SIZES["vocab_size"], n) for n in rng.integers(1, 29, 2)]
+        [rng.integers(FIRST_WORD, _SIZES["vocab_size"], n) for n in rng.integers(1, longest + 1, 2)]
         for _ in range(N_PROMPTS)
     ]
     results: list[float] = []
     for first, second in pairs:
         ids = [BEGIN, *first, SEPARATOR, *second, SEPARATOR]
-        segments = [0] * (len(first) + 2) + [shape["type_vocab_size"] - 1] * (len(second) + 1)
-        given = {"input_ids": torch.tensor([ids]), "token_type_ids": torch.tensor([segments])}
+        given = {"input_ids": torch.tensor([ids])}
+        if "type_vocab_size" in shape:
+            segments = [0] * (len(first) + 2) + [shape["type_vocab_size"] - 1] * (len(second) + 1)
+            given["token_type_ids"] = torch.tensor([segments])
         with torch.no_grad():
             results.append(
                 float(model(**given, attention_mask=torch.ones_like(given["input_ids"])).logits[0, 0])

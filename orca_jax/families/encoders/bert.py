@@ -67,15 +67,7 @@ def _read(fields: ConfigFields, *, from_padding: bool) -> ModelConfig:
         norm=norm,
         residual="post",
     )
-    names = fields.texts("architectures") or ()
-    classifies = any(name.endswith(_RANKER) for name in names)
-    if classifies:
-        n_labels = fields.n_labels()
-        if n_labels != 1:
-            raise UnsupportedModel(
-                f"{shown(fields.path)}: id2label has {n_labels} labels; only a classifier of one label, "
-                "which ranks pairs of texts, is supported"
-            )
+    classifies = read_classifies(fields)
     fields.flag("is_decoder", False)
     fields.flag("tie_word_embeddings", True)
     return ModelConfig(
@@ -88,6 +80,19 @@ def _read(fields: ConfigFields, *, from_padding: bool) -> ModelConfig:
         final_norm=None,
         ranker=classifies,
     )
+
+
+def read_classifies(fields: ConfigFields) -> bool:
+    """Whether the model is a classifier of one label. Raises UnsupportedModel for more labels."""
+    if not any(name.endswith(_RANKER) for name in fields.texts("architectures") or ()):
+        return False
+    n_labels = fields.n_labels()
+    if n_labels != 1:
+        raise UnsupportedModel(
+            f"{shown(fields.path)}: id2label has {n_labels} labels; only a classifier of one label, "
+            "which ranks pairs of texts, is supported"
+        )
+    return True
 
 
 def _write(model: ModelConfig, *, classes: str, from_padding: bool) -> dict[str, Any] | None:

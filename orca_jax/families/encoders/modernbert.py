@@ -1,7 +1,8 @@
 """ModernBERT (Warner et al., 2024): norms before each part, rotary positions, and layers with a window.
 
 A layer with a window sees as many tokens on each side, and has a rotary base of its own. The embedding has a
-norm, so the first layer's attention has none. Its classifiers and other heads are not read.
+norm, so the first layer's attention has none. Of its heads only a classifier's of one label is read, which
+ranks two texts (a cross-encoder).
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ from orca_jax.families.attention_config import Attention
 from orca_jax.families.config_fields import HF_ACTIVATIONS, ConfigFields
 from orca_jax.families.decoders.llama_like import FULL, SLIDING, read_layer_kinds
 from orca_jax.families.decoders.rope_fields import read_rotary, rope_parameters
+from orca_jax.families.encoders.bert import read_classifies
 from orca_jax.families.family import Family
 from orca_jax.families.limits import even_head_size
-from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, alike
+from orca_jax.families.model_config import Embedding, FeedForward, Layer, ModelConfig, RankerHead, alike
 from orca_jax.families.norm_config import Norm
 from orca_jax.families.rotary import Rotary
 from orca_jax.families.stored_name import as_it_is, fused_heads, layer_norm, linear
@@ -36,7 +38,7 @@ _NAMES = {
 }
 _OF_A_HEAD = "of a head, which is not read"
 _UNREAD: Mapping[str, str] = {
-    "classifier_activation": _OF_A_HEAD,
+    "classifier_activation": _OF_A_HEAD,  # here and in the next two where the model is no classifier
     "classifier_bias": _OF_A_HEAD,
     "classifier_pooling": _OF_A_HEAD,
     "decoder_bias": _OF_A_HEAD,
@@ -81,6 +83,7 @@ def _read(fields: ConfigFields) -> ModelConfig:
     layers = [local if kind == SLIDING else full for kind in kinds[: len(alike(full, n_layers))]]
     layers[0] = replace(layers[0], residual="bare")
     fields.flag("tie_word_embeddings", True)
+    classifies = read_classifies(fields)
     return ModelConfig(
         vocab_size=fields.whole("vocab_size"),
         n_positions=n_positions + 1,  # one for the token that ends it
@@ -89,6 +92,17 @@ def _read(fields: ConfigFields) -> ModelConfig:
         embedding=Embedding(size=hidden_size, norm=norm),
         positions=None,
         final_norm=norm,
+        ranker=classifies,
+        ranker_head=_read_head(fields, norm) if classifies else RankerHead(),
+    )
+
+
+def _read_head(fields: ConfigFields, norm: Norm) -> RankerHead:
+    return RankerHead(
+        activation=fields.activation("classifier_activation", "gelu"),
+        bias=fields.flag("classifier_bias", False),
+        norm=norm,
+        mean=fields.choice("classifier_pooling", {"cls": False, "mean": True}, "cls"),
     )
 
 
@@ -132,7 +146,16 @@ def _write(model: ModelConfig) -> dict[str, Any] | None:
     kinds = [SLIDING if each.scores.window else FULL for each in model.attentions]
     windows = [each.scores.window for each in model.attentions if each.scores.window]
     of_kind = {kind: each.rotary for kind, each in zip(kinds, model.attentions, strict=True)}
+    head = model.ranker_head
+    ranks = {
+        "architectures": ["ModernBertForSequenceClassification"],
+        "classifier_activation": None if head.activation == "tanh" else HF_ACTIVATIONS[head.activation],
+        "classifier_bias": head.bias,
+        "classifier_pooling": head.pooling,
+        "id2label": {"0": "LABEL_0"},
+    }
     return {
+        **(ranks if model.ranker else {}),
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.n_layers,
@@ -159,7 +182,7 @@ _LAYER = "{prefix}layers.{i}."
 MODERNBERT = Family(
     model_type="modernbert",
     title="ModernBERT",
-    architectures=("ModernBertModel", "ModernBertForMaskedLM"),
+    architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
     config_names=_NAMES,
     read=_read,
     write=_write,
@@ -174,6 +197,9 @@ MODERNBERT = Family(
         **linear("layers.{i}.down", f"{_LAYER}mlp.Wo"),
         **layer_norm("layers.{i}.mlp_norm", f"{_LAYER}mlp_norm"),
         **layer_norm("final_norm", "{prefix}final_norm"),
+        **linear("ranker.dense", "head.dense"),
+        **layer_norm("ranker.norm", "head.norm"),
+        **linear("ranker.out", "classifier"),
         "head.weight": as_it_is("decoder.weight"),
     },
     parts=r"head\..*|decoder\..*",

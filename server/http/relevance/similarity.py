@@ -114,16 +114,18 @@ async def _ranked(
 ) -> tuple[list[float], dict[str, int]]:
     """A ranker's score of each pair, and the usage. `template` is what `pair_template` returned."""
 
+    reads = model.config.ranker_head.pooling
+
     def read() -> list[Submission]:
         submissions: list[Submission] = []
         with renamed_fields(prompt=param):
             for i, (first, second) in enumerate(pairs):
                 if template is None:
-                    ids, pooling = model.encode_pair(first, second, param=param), "cls"
+                    ids = model.encode_pair(first, second, param=param)
                 else:
                     texts = dict(zip(template.names, (first, second), strict=True))
-                    ids, pooling = model.encode_template(template.text, texts, param=param), "last"
-                prompt = pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
+                    ids = model.encode_template(template.text, texts, param=param)
+                prompt = pooled_prompt(model.service, ids, reads, scheduling, tenant=call.tenant)
                 submissions.append(Submission(*prompt, f"{response_id}-{i}"))
         return submissions
 

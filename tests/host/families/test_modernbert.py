@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from orca_jax.errors import BadModelConfig, CheckpointError, UnsupportedModel
+from orca_jax.errors import BadModelConfig, CheckpointError, ConfigError, UnsupportedModel
 from orca_jax.families.hf_config import hf_config_of, read_config
-from orca_jax.families.model_config import ModelConfig
+from orca_jax.families.model_config import ModelConfig, RankerHead
 
 # As ModernBERT-base was published, with fewer layers.
 OLDER: dict[str, Any] = {
@@ -39,6 +39,10 @@ OLDER: dict[str, Any] = {
 }
 
 
+CLASSIFIER = "ModernBertForSequenceClassification"
+RANKER: dict[str, Any] = {"architectures": [CLASSIFIER], "id2label": {"0": "LABEL_0"}}
+
+
 def read(tmp_path: Path, **changes: Any) -> ModelConfig:
     (tmp_path / "config.json").write_text(json.dumps(OLDER | changes))
     return read_config(tmp_path)
@@ -63,13 +67,40 @@ def test_both_spellings_are_one_model(tmp_path: Path) -> None:
     assert written["rope_parameters"]["sliding_attention"]["rope_theta"] == 50.0
 
 
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_classifier_of_one_label_ranks(tmp_path: Path, pooling: str, bias: bool) -> None:
+    changes = {"classifier_pooling": pooling, "classifier_bias": bias, "classifier_activation": "silu"}
+    model = read(tmp_path, **RANKER, **changes)
+    head = model.ranker_head
+    assert model.ranker and head.pooling == pooling and (head.activation, head.bias) == ("silu", bias)
+    assert head.norm == model.final_norm and model.pooled_size == 1
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_of(model)))
+    assert read_config(tmp_path) == model
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
         (
-            {"architectures": ["ModernBertForSequenceClassification"]},
+            {"architectures": ["ModernBertForTokenClassification"]},
             UnsupportedModel,
-            "expected one of ModernBertModel, .*found .*ModernBertForSequenceClassification",
+            "expected one of ModernBertModel, .*found .*ModernBertForTokenClassification",
+        ),
+        (
+            {"architectures": [CLASSIFIER]},
+            UnsupportedModel,
+            "id2label has 2 labels; only a classifier of one label",
+        ),
+        (
+            RANKER | {"classifier_pooling": "max"},
+            UnsupportedModel,
+            "classifier_pooling: expected one of cls, mean",
+        ),
+        (
+            RANKER | {"classifier_activation": "xielu"},
+            UnsupportedModel,
+            "classifier_activation: expected one of .*found .xielu",
         ),
         ({"local_attention": -2}, BadModelConfig, "local_attention is 0"),
         ({"global_attn_every_n_layers": 0}, BadModelConfig, "global_attn_every_n_layers: expected at least"),
@@ -84,3 +115,8 @@ def test_what_cannot_be(
 ) -> None:
     with pytest.raises(error, match=words):
         read(tmp_path, **changes)
+
+
+def test_a_head_has_no_activation_with_weights() -> None:
+    with pytest.raises(ConfigError, match="xielu, which has weights of its own, is not supported"):
+        RankerHead(activation="xielu")

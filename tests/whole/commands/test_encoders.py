@@ -1,8 +1,9 @@
 """Models like BERT: Hugging Face's vectors on the whole engine, default poolings, and what is refused."""
 
 import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,15 @@ def test_vectors_that_would_differ_are_refused(tmp_path: Path) -> None:
         LLM(place, **SIZES)
 
 
+def numpys(activation: str) -> Callable[[np.ndarray], np.ndarray]:
+    erf = np.vectorize(math.erf)
+    return {
+        "tanh": np.tanh,
+        "silu": lambda x: x / (1 + np.exp(-x)),
+        "gelu": lambda x: x * (1 + erf(x / math.sqrt(2))) / 2,
+    }[activation]
+
+
 def with_words(name: str, place: Path) -> Path:
     """A copy of a ranker with a tokenizer whose words are "w5", "w6", ... for the token ids."""
     shutil.copytree(DIRECTORY / name, place)
@@ -191,14 +201,29 @@ def with_words(name: str, place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("name", RANKER_NAMES)
-def test_a_ranker_gives_hugging_faces_results(name: str, tmp_path: Path) -> None:
+MEAN = "modernbert-ranker-mean"
+# Room for several pairs in an iteration.
+LONG: dict[str, Any] = SIZES | {"max_batch_tokens": 640}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in RANKER_NAMES),
+        pytest.param(
+            MEAN,
+            {"tensor_parallel": 2, "pipeline_parallel": 2, "deterministic": True},
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)
+def test_a_ranker_gives_hugging_faces_results(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Results on the engine, in the reference, and over HTTP, where pairs of texts become rankings."""
     golden, place = load_ranked(name), with_words(name, tmp_path / "model")
     prompts = [[BEGIN, *first, SEPARATOR, *second, SEPARATOR] for first, second in golden.pairs]
     texts = [tuple(" ".join(f"w{i}" for i in text) for text in pair) for pair in golden.pairs]
     relevance = 1 / (1 + np.exp(-golden.results.astype(np.float64)))
-    with LLM(place, **SIZES) as llm:
+    with LLM(place, **LONG, **options) as llm:
         ours = llm.embed(prompts, normalize=False)
         np.testing.assert_allclose(np.stack(ours)[:, 0], golden.results, atol=CLOSE)
         service = llm.service
@@ -220,9 +245,14 @@ def test_a_ranker_gives_hugging_faces_results(name: str, tmp_path: Path) -> None
     assert (config.embedding.separator == SEPARATOR) == (config.embedding.n_segments > 1)
     table = np.asarray(loaded.parameters["token_embedding"])
     parameters = {key: np.asarray(value) for key, value in loaded.parameters.items()}
-    logits = np.asarray(reference.forward(config, loaded.parameters, jnp.array(prompts[0])))[0]
-    state, *_ = np.linalg.lstsq(table, logits, rcond=None)  # the first token's, of which logits are products
-    inner = np.tanh(parameters["ranker.dense.weight"] @ state + parameters["ranker.dense.bias"])
+    logits = np.asarray(reference.forward(config, loaded.parameters, jnp.array(prompts[0])))
+    states = np.linalg.lstsq(table, logits.T, rcond=None)[0].T  # of which logits are products
+    state = states.mean(axis=0) if config.ranker_head.mean else states[0]
+    inner = parameters["ranker.dense.weight"] @ state + parameters.get("ranker.dense.bias", 0)
+    inner = numpys(config.ranker_head.activation)(inner)
+    if config.ranker_head.norm is not None:
+        inner = (inner - inner.mean()) / np.sqrt(inner.var() + config.ranker_head.norm.eps)
+        inner = inner * parameters["ranker.norm.scale"] + parameters.get("ranker.norm.bias", 0)
     result = parameters["ranker.out.weight"] @ inner + parameters["ranker.out.bias"]
     assert result[0] == pytest.approx(golden.results[0], abs=1e-3)
 
@@ -242,9 +272,22 @@ def test_a_server_warms_up_by_an_embedding() -> None:
         assert llm.service.timeline.n_arrived == 1
 
 
-def test_a_classifier_of_several_labels_is_refused(tmp_path: Path) -> None:
+def test_a_ranker_has_one_pooling(tmp_path: Path) -> None:
+    """The state that the head was trained on; any other would give results of no meaning."""
+    with LLM(DIRECTORY / MEAN, **LONG) as llm:
+        assert (
+            llm.embed([[5, 6]], normalize=False)[0] == llm.embed([[5, 6]], pooling="mean", normalize=False)[0]
+        )
+        with pytest.raises(
+            InvalidRequest, match=r"'cls'; this model ranks texts by the mean of all .*use mean"
+        ):
+            llm.embed([[5, 6]], pooling="cls")
+
+
+@pytest.mark.parametrize("name", ["bert-ranker", MEAN])
+def test_a_classifier_of_several_labels_is_refused(name: str, tmp_path: Path) -> None:
     place = tmp_path / "model"
-    shutil.copytree(DIRECTORY / "bert-ranker", place)
+    shutil.copytree(DIRECTORY / name, place)
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
     with pytest.raises(UnsupportedModel, match="id2label has 2 labels; only a classifier of one label"):
