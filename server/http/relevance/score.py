@@ -38,7 +38,46 @@ _Texts = str | list[str]
 router = APIRouter(route_class=JsonRoute, tags=["relevance"])
 
 
-class ScoreRequest(RelevanceRequest):
+class InstructedRequest(RelevanceRequest):
+    """The fields of both routes; an instruction is for rankers that read one, as Qwen3's do."""
+
+    instruction: Annotated[
+        str | None,
+        Field(
+            description="what makes a document relevant, for a ranker with a template, in the place of "
+            "{instruction}; default: the ranker's own",
+            json_schema_extra={"maxLength": _MOST},
+        ),
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description='{"instruction": "..."} is another way to set it')
+    ] = None
+
+    @property
+    def instructed(self) -> str | None:
+        """The instruction of either field; as in vLLM, that of chat_template_kwargs first.
+
+        Raises InvalidRequest.
+        """
+        given = self.chat_template_kwargs or {}
+        param = "chat_template_kwargs"
+        for name in given.keys() - {"instruction"}:
+            message = f"{param}.{name[:100]} is not supported: a pair's template takes instruction alone"
+            raise InvalidRequest(message, param=param)
+        found = given.get("instruction", self.instruction)
+        if found is not None and not isinstance(found, str):
+            raise InvalidRequest(f"{param}.instruction: expected a text", param=param)
+        return found
+
+
+def _refuse_instruction(instruction: str | None) -> None:
+    """Refuse an instruction for a model that generates. Raises InvalidRequest."""
+    if instruction is not None:
+        message = "instruction is set, and only a model that ranks texts reads one; put it into template"
+        raise InvalidRequest(message, param="instruction")
+
+
+class ScoreRequest(InstructedRequest):
     """POST /v1/score: one `text_1` for all of `text_2`, or one for each."""
 
     text_1: Annotated[_Texts, Field(description="the first text of each pair")]
@@ -89,7 +128,7 @@ class DocumentText(Strict):
     text: str
 
 
-class RerankRequest(RelevanceRequest):
+class RerankRequest(InstructedRequest):
     """POST /v1/rerank."""
 
     query: str
@@ -135,11 +174,12 @@ async def create_scores(body: ScoreRequest, call: CallOf) -> Response:
     params = "text_1", "text_2"
 
     def read() -> _Comparison:
+        _refuse_instruction(body.instructed)
         template = _template(body.template or _PLAIN, *params)
         return _Comparison(body.pairs(call.options.max_inputs), template, params)
 
     if model.config.only_pools:
-        around = pair_template(model.config, body.template, *params)
+        around = pair_template(model.config, body.template, *params, instruction=body.instructed)
         pairs = body.pairs(call.options.max_inputs)
         scores, usage = await similarities(call, model, body.scheduling, response_id, pairs, params, around)
     else:
@@ -172,11 +212,13 @@ async def rerank(body: RerankRequest, call: CallOf) -> Response:
         return [(document, body.query) for document in documents]
 
     def read() -> _Comparison:
+        _refuse_instruction(body.instructed)
         return _Comparison(pairs(), _template(body.template or _LINES, "document", "query"), params)
 
     compares = model.config.only_pools
     if compares:
-        around = pair_template(model.config, body.template, "query", "document")
+        names = "query", "document"
+        around = pair_template(model.config, body.template, *names, instruction=body.instructed)
         asked = [(query, document) for document, query in pairs()]  # the order that rankers are trained with
         scores, usage = await similarities(
             call, model, body.scheduling, response_id, asked, (params[1], params[0]), around

@@ -22,40 +22,56 @@ from server.http.relevance.running import all_ended, usage_of
 from server.http.state import ApiCall
 
 # The instruction and the form of texts with which Qwen3's rerankers are trained.
+INSTRUCTED = "{instruction}"
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 QWEN3_TEMPLATE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
     'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    f"<Instruct>: {INSTRUCTION}\n<Query>: {{query}}\n<Document>: {{document}}<|im_end|>\n"
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
 
 
 class PairTemplate(NamedTuple):
-    """The text around two texts that a model reads at once; `names`, in braces, stand for the two."""
+    """The text around two texts that a model reads at once; `names`, in braces, stand for the two.
+
+    `instruction` stands where the text has INSTRUCTED.
+    """
 
     text: str
     names: tuple[str, str]
+    instruction: str = INSTRUCTION
+
+    def texts(self, first: str, second: str) -> dict[str, str]:
+        """The texts of a pair by the names that they take the place of."""
+        return {**dict(zip(self.names, (first, second), strict=True)), INSTRUCTED: self.instruction}
 
 
-def pair_template(config: ModelConfig, template: str | None, *names: str) -> PairTemplate | None:
-    """The client's template with two fields' names, or the published one.
+def pair_template(
+    config: ModelConfig, template: str | None, *names: str, instruction: str | None = None
+) -> PairTemplate | None:
+    """The client's template with two fields' names, or the published one; both with the instruction.
 
     It is None where the tokenizer puts two texts together, or the model reads one at a time: there a template
-    is an error. Raises InvalidRequest.
+    or an instruction is an error. Raises InvalidRequest.
     """
     if config.is_bidirectional or not config.ranker:
-        if template is not None:
-            message = "template is set, and this model compares two texts as they are; leave it out"
-            raise InvalidRequest(message, param="template")
+        for param, value in (("template", template), ("instruction", instruction)):
+            if value is not None:
+                message = f"{param} is set, and this model compares two texts as they are; leave it out"
+                raise InvalidRequest(message, param=param)
         return None
+    instructed = INSTRUCTION if instruction is None else instruction
     if template is None:
-        return PairTemplate(QWEN3_TEMPLATE, ("{query}", "{document}"))
+        return PairTemplate(QWEN3_TEMPLATE, ("{query}", "{document}"), instructed)
     first, second = (f"{{{name}}}" for name in names)
     if template.count(first) != 1 or template.count(second) != 1:
         message = f"template is {template[:100]!r}; it must have {first} and {second} once each"
         raise InvalidRequest(message, param="template")
-    return PairTemplate(template, (first, second))
+    if instruction is not None and INSTRUCTED not in template:
+        message = f"instruction is set, and template has no {INSTRUCTED}, where it would stand"
+        raise InvalidRequest(message, param="instruction")
+    return PairTemplate(template, (first, second), instructed)
 
 
 async def similarities(
@@ -123,8 +139,7 @@ async def _ranked(
                 if template is None:
                     ids = model.encode_pair(first, second, param=param)
                 else:
-                    texts = dict(zip(template.names, (first, second), strict=True))
-                    ids = model.encode_template(template.text, texts, param=param)
+                    ids = model.encode_template(template.text, template.texts(first, second), param=param)
                 prompt = pooled_prompt(model.service, ids, reads, scheduling, tenant=call.tenant)
                 submissions.append(Submission(*prompt, f"{response_id}-{i}"))
         return submissions

@@ -94,6 +94,18 @@ def test_documents_are_ranked_by_the_query_after_them(
         ("score", {"text_1": "a" * 400, "text_2": "b" * 200}, "text_1", "the prompt has 599 tokens"),
         ("score", {"text_1": "a", "text_2": "b", "template": "{text_2}{text_1}"}, "template", "at its end"),
         ("score", {"text_1": "a", "text_2": "b", "template": "{text_1}{text_2}!"}, "template", "at its end"),
+        (
+            "score",
+            {"text_1": "a", "text_2": "b", "instruction": "c"},
+            "instruction",
+            "only a model that ranks",
+        ),
+        (
+            "rerank",
+            {"query": "a", "documents": ["b"], "instruction": "c"},
+            "instruction",
+            "put it into template",
+        ),
         ("score", {"text_1": "a", "text_2": "b", "softmax": True}, "softmax", "is not known here"),
         ("rerank", {"query": "a", "documents": []}, "documents", "documents has 0 inputs"),
         ("rerank", {"query": "", "documents": ["b"]}, "query", "query has no tokens"),

@@ -92,6 +92,18 @@ def test_scores_and_rankings_over_http(name: str, tmp_path: Path) -> None:
         assert {one["index"]: one["relevance_score"] for one in by_default}[0] == pytest.approx(
             defaults[0], abs=1e-5
         )
+        # An instruction changes the result as it does in the template.
+        task = {"instruction": "w9 w10 w11"}
+        written = written.replace("{instruction}", task["instruction"])
+        published = client.post("/v1/score", json=body | {"template": written}).json()["data"]
+        expected = [one["score"] for one in published]
+        assert np.abs(np.array(expected) - defaults).max() > 1e-3
+        for fields in (task, {"chat_template_kwargs": task}):
+            instructed = client.post("/v1/score", json=body | fields).json()["data"]
+            assert [one["score"] for one in instructed] == pytest.approx(expected, abs=1e-5)
+        ranked = client.post("/v1/rerank", json=asked | task).json()["results"]
+        of_each = {one["index"]: one["relevance_score"] for one in ranked}
+        assert of_each[0] == pytest.approx(expected[0], abs=1e-5)
         refused = client.post("/v1/rerank", json=asked | {"template": "{query}"})
         assert refused.status_code == 400 and "{document} once each" in refused.text
         refused = client.post("/v1/completions", json={"prompt": "w5"})
