@@ -27,6 +27,8 @@ from orca_jax.options import Also, Hidden, In, Named, Options, Or, Served
 Dtype = Literal["float32", "bfloat16", "float16"]  # of weights, keys and values
 LoadFormat = Literal["auto", "dummy", "packed"]
 Rounding = Literal["int8", "int4", "fp8"]  # the numbers to which --quantization rounds
+# last, cls: the hidden state of the last or the first token. mean: the mean over all tokens.
+Pooling = Literal["last", "mean", "cls"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]  # of cached keys and values; auto: the model's dtype
 # What `orca convert` writes, and the trainers' layouts among it.
 Layout = Literal["tunix", "maxtext", "maxtext-scanned", "gemma", "levanter", "easydel"]
@@ -667,6 +669,13 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
         "auto: the model's directory; none: do not read one",
         In("serve", "generate", "chat"),
     ] = "auto"
+    pooling: Annotated[
+        Pooling | None,
+        "pooling of embeddings if a request does not set it, instead of the checkpoint's 1_Pooling; "
+        "last, cls: the last or the first token's state; mean: the mean over all tokens (default: the "
+        "checkpoint's, else cls for models like BERT, and last)",
+        In("serve"),
+    ] = None
     seed: Annotated[
         int | None,
         "seed of dummy weights (0 if not set), and of requests that set none (default: random)",

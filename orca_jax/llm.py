@@ -24,7 +24,7 @@ import numpy as np
 
 from orca_jax.config import EngineConfig, Layout
 from orca_jax.engine.remote_pipeline import StartWorkers
-from orca_jax.errors import EngineError, InvalidRequest, ServiceClosed
+from orca_jax.errors import ConfigError, EngineError, InvalidRequest, NotSupported, ServiceClosed
 from orca_jax.execution.compile_counter import CompileCounter, CompileCounts
 from orca_jax.launch.replay_recording import recording_header
 from orca_jax.launch.start_engine import Start, start_engine
@@ -44,7 +44,7 @@ from orca_jax.request.prompts import (
 )
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.scheduling_params import SchedulingParams
-from orca_jax.scheduling.admission import CheckedPrompt
+from orca_jax.scheduling.admission import CheckedPrompt, check_use
 from orca_jax.scheduling.policies import users_policy
 from orca_jax.service.embeddings import pooled_prompt, pooled_vectors
 from orca_jax.service.engine_controls import EngineControls
@@ -80,6 +80,11 @@ class LLM:
         if config.policy not in ("default", "orca"):
             users_policy(config.policy)  # a mistake in its name is reported before the weights are loaded
         found = find_any_model(config, shapes_only=not config.in_this_process)
+        if config.pooling is not None:
+            try:
+                check_use(found.config, config.pooling)
+            except NotSupported as error:
+                raise ConfigError(str(error)) from error
         if found.note:
             (start.on_event or _LOGGER.warning)(found.note)
         self.name = found.name

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from orca_jax.checks import check_whole
+from orca_jax.config import Pooling
 from orca_jax.errors import ConfigError
 from orca_jax.families.attention_config import Attention, KVCode, Latent, Scores
 from orca_jax.families.limits import check_choice, check_positive, check_size
@@ -402,7 +403,7 @@ class RankerHead:
             raise ConfigError("a ranker's head with xielu, which has weights of its own, is not supported")
 
     @property
-    def pooling(self) -> Literal["last", "mean", "cls"]:
+    def pooling(self) -> Pooling:
         """The state that the head reads: a token's, or the mean of all."""
         if self.kind != "pooler":
             return "last"

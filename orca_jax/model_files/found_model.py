@@ -46,7 +46,7 @@ class FoundModel:
     `config` has all end-of-sequence tokens: config.json's, the generation defaults' and the tokenizer's.
     `text_directory` has the tokenizer's config and chat templates. `user_model` is a module of the user's
     own class (user_model/find.py). `note` names fields of config.json that are not used, to show at load.
-    `pooling` is that of embeddings, if the checkpoint says so.
+    `pooling` is that of embeddings, if the user or the checkpoint says so.
     """
 
     name: str
@@ -67,16 +67,18 @@ def find_model(
     tokenizer: str | Path | None = None,
     quantization: Rounding | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    pooling: Pooling | None = None,
 ) -> FoundModel:
     """Find the model that `model` names; None is the demo model.
 
     `generation_config` is "auto" for generation_config.json in the model's directory, "none", or another
     directory with that file. `tokenizer` is a place as in `with_tokenizer`, to use instead of the model's.
-    With `quantization` the matrices of its layers are rounded; its caches hold `kv_cache_dtype`.
+    With `quantization` the matrices of its layers are rounded; its caches hold `kv_cache_dtype`. `pooling` is
+    taken instead of the checkpoint's.
 
     Raises ConfigError or a CheckpointError.
     """
-    found = _found(model, load_format, generation_config, quantization, tokenizer is None)
+    found = _found(model, load_format, generation_config, quantization, tokenizer is None, pooling)
     found = replace(found, config=with_kv_cache(found.config, kv_cache_dtype))
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 
@@ -87,19 +89,19 @@ def _found(
     generation_config: str | Path,
     quantization: Rounding | None,
     needs_tokenizer: bool,
+    pooling: Pooling | None,
 ) -> FoundModel:
     name = "the demo model" if model is None else str(model)
     if load_format == "dummy" and str(model) in PRESETS:
         generation = read_generation_defaults(None, generation_config)
         config = _with_end_tokens(_held(PRESETS[str(model)], load_format, quantization), generation, None)
-        return FoundModel(name, config, None, None, generation)
+        return FoundModel(name, config, None, None, generation, pooling=pooling)
     directory = _directory(model)
     generation = read_generation_defaults(directory, generation_config)
     described, note = described_model(directory)
     config = _with_end_tokens(_held(described, load_format, quantization), generation, None)
-    found = FoundModel(
-        name, config, None, directory, generation, directory, note=note, pooling=stored_pooling(directory)
-    )
+    pooling = stored_pooling(directory, instead=pooling)
+    found = FoundModel(name, config, None, directory, generation, directory, note=note, pooling=pooling)
     if is_gguf(directory):  # whose tokenizer may be of a kind that is not read, and takes a second to make
         has_one = needs_tokenizer and has_tokenizer(open_gguf(directory))
     else:

@@ -1,11 +1,10 @@
 """Names and checks of embeddings' options. pooled_vector.py has their mathematics, which needs numpy."""
 
-from typing import Literal, cast, get_args
+from typing import cast, get_args
 
+from orca_jax.config import Pooling
 from orca_jax.errors import InvalidRequest
 
-# last, cls: the hidden state of the last or the first token. mean: the mean over all tokens.
-Pooling = Literal["last", "mean", "cls"]
 POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 

@@ -50,11 +50,12 @@ def find_any_model(config: EngineConfig, *, shapes_only: bool = False) -> FoundM
             config.tokenizer,
             config.quantization,
             config.kv_cache_dtype,
+            config.pooling,
         )
     _check(model)
     check_rounded(config)
     shape = with_kv_cache(_config(model), config.kv_cache_dtype)
-    found = FoundModel(type(model).__name__, shape, None, None, user_model=model)
+    found = FoundModel(type(model).__name__, shape, None, None, user_model=model, pooling=config.pooling)
     tokenizer = config.tokenizer or getattr(model, "tokenizer", None)
     return found if tokenizer is None else with_tokenizer(found, tokenizer)
 

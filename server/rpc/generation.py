@@ -260,7 +260,7 @@ class Generation:
         check_inputs(len(request.inputs), self._options.max_inputs, "inputs")
         check_dimensions(dimensions, size)
         check_embeddings(len(request.inputs), size if dimensions is None else dimensions, "inputs")
-        pooling, name = request.pooling or self._options.pooling, f"embd-{random_id()}"
+        pooling, name = request.pooling or None, f"embd-{random_id()}"
         submissions: list[Submission] = []
         for i, one in enumerate(request.inputs):
             kind = one.WhichOneof("input")

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from orca_jax.checks import Whole, check_timeout
 from orca_jax.errors import ConfigError
 from orca_jax.options import In, Options
-from orca_jax.request.pooling import Pooling
 
 _PORT = Whole(0, 65535)
 
@@ -120,12 +119,6 @@ class EndpointOptions(Options):
     max_inputs: Annotated[
         int, "maximum inputs of a request for embeddings, scores or a ranking", Whole(1, 1 << 16)
     ] = 2048
-    pooling: Annotated[
-        Pooling | None,
-        "pooling of embeddings if a request does not set it; last, cls: the last or the first token's state; "
-        "mean: the mean over all tokens (default: the checkpoint's; else cls for models like BERT, and last)",
-        "model and engine",
-    ] = None
     batch_dir: Annotated[
         Path | None,
         "folder for clients' files and batches (/v1/files, /v1/batches), which continue after a restart "

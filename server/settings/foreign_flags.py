@@ -195,6 +195,9 @@ _ADVICE = {
     "--flash-attn -fa": "--attention chooses the implementation; leave it out for the fastest",
     "--limit-mm-per-prompt --mmproj": "only a model's text part is served; leave it out",
     "--task --runner --is-embedding": ("the same server generates, embeds, scores and ranks; leave it out"),
+    "--pooler-config --override-pooler-config": (
+        "--pooling is its pooling type, in lower case; a request says its dimensions and normalize"
+    ),
     "--log-level --uvicorn-log-level": "--access-log chooses what is logged about requests",
     "--prompt -p": "a prompt needs no flag: orca generate 'Once upon a time'",
     "--file -f": "--input FILE.jsonl continues a file of prompts; a file's text can be piped in",

@@ -7,7 +7,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from orca_jax.config import Layout, ServingConfig
+from orca_jax.config import Layout, Pooling, ServingConfig
 from orca_jax.errors import BadAdapter, ConfigError, EngineError, TensorMismatch, UnknownAdapter
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.request.adapter import Adapter
@@ -174,6 +174,7 @@ def orca(
     tokenizer: Tokenizer | None = None,
     seed: int | None = None,
     drafter: SharedDrafter | None = None,
+    pooling: Pooling | None = None,
 ) -> Orca:
     """A service of `model` on `engine`, not started."""
     kv = KVManager(
@@ -183,7 +184,16 @@ def orca(
         max_blocks_per_row=-(-model.n_positions // config.block_size),
         prefix_caching=config.scheduling.prefix_caching,
     )
-    return Orca(engine, kv, config=config, model=model, tokenizer=tokenizer, seed=seed, drafter=drafter)
+    return Orca(
+        engine,
+        kv,
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        seed=seed,
+        drafter=drafter,
+        pooling=pooling,
+    )
 
 
 def simulated(token: Callable[[Request, int], int] = counting, n_workers: int = 1) -> SimulatedEngine:

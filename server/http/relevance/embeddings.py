@@ -88,12 +88,12 @@ async def create_embeddings(body: EmbeddingRequest, call: CallOf) -> Response:
         check_inputs(len(inputs), call.options.max_inputs, "input")
         check_dimensions(body.dimensions, model.config.pooled_size)
         check_embeddings(len(inputs), size, "input")
-        special, pooling = body.add_special_tokens is not False, body.pooling or call.options.pooling
+        special = body.add_special_tokens is not False
 
         def checked(ids: str | list[int]) -> tuple[CheckedPrompt, OutputRules]:
             if isinstance(ids, str):
                 ids = model.encode(ids, param="input", add_special_tokens=special)
-            return pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
+            return pooled_prompt(model.service, ids, body.pooling, scheduling, tenant=call.tenant)
 
         prompts = each(inputs, checked, "input")
         return [Submission(*one, f"{response_id}-{i}") for i, one in enumerate(prompts)]

@@ -99,8 +99,8 @@ async def similarities(
         submissions: list[Submission] = []
         for text, param in field_of.items():
             with renamed_fields(prompt=param):
-                ids, pooling = model.encode(text, param=param), call.options.pooling
-                prompt = pooled_prompt(model.service, ids, pooling, scheduling, tenant=call.tenant)
+                ids = model.encode(text, param=param)
+                prompt = pooled_prompt(model.service, ids, None, scheduling, tenant=call.tenant)
                 submissions.append(Submission(*prompt, f"{response_id}-{len(submissions)}"))
         return submissions
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from orca_jax.simulation.engine import SIMULATED_SIZE, simulated_vector
-from server.settings.endpoint_options import EndpointOptions
-from tests.endpoint.harness import Server, serving
+from tests.endpoint.harness import MODEL, Server, serving_model
 from tests.endpoint.http_client import connected
 from tests.endpoint.openai_client import client_of
+from tests.host.engines import CONFIG, LETTERS, orca, simulated
 
 
 def vector_of(text: str, dimensions: int = SIMULATED_SIZE) -> np.ndarray:
@@ -47,8 +47,12 @@ def test_the_server_s_pooling_and_what_a_request_says(client: httpx2.Client) -> 
     for more, vector in (({}, last), ({"pooling": "mean"}, mean)):
         answer = client.post("/v1/embeddings", json=body | more).json()
         assert answer["data"][0]["embedding"] == vector.tolist()
-    options = EndpointOptions(port=0, grpc_port=None, access_log="off", pooling="mean")
-    with serving(options=options) as other, connected(other) as asking:
+    service = orca(simulated(), tokenizer=LETTERS, pooling="mean")
+    with (
+        service,
+        serving_model(service, MODEL, CONFIG, tokenizer=LETTERS) as other,
+        connected(other) as asking,
+    ):
         for more, vector in (({}, mean), ({"pooling": "last"}, last)):
             answer = asking.post("/v1/embeddings", json=body | more).json()
             assert answer["data"][0]["embedding"] == vector.tolist()

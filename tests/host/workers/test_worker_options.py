@@ -20,6 +20,7 @@ ENGINE = EngineConfig(
     kv_cache_dtype="fp8",
     dtype="bfloat16",
     generation_config="none",
+    pooling="mean",
     tokenizer="t",
     seed=3,
     speculative_tokens=7,

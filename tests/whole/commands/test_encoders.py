@@ -185,6 +185,33 @@ def numpys(activation: str) -> Callable[[np.ndarray], np.ndarray]:
     }[activation]
 
 
+def test_an_option_is_taken_instead_of_the_checkpoints_pooling(tmp_path: Path) -> None:
+    """Also instead of one that the engine does not have; a request's is taken before both."""
+    place = sentence_transformers(tmp_path, pooling_mode_cls_token=False, pooling_mode_max_tokens=True)
+    golden = load_embeddings(NAME)
+    with LLM(place, pooling="mean", **SIZES) as llm:
+        cases: list[tuple[Pooling | None, Pooling]] = [(None, "mean"), ("cls", "cls")]
+        for asked, expected in cases:
+            (ours,) = llm.embed([golden.prompts[2]], pooling=asked, normalize=False)
+            np.testing.assert_allclose(ours, golden.vectors[expected][2], atol=CLOSE)
+    (place / "2_Dense").mkdir()
+    with pytest.raises(UnsupportedModel, match="has 2_Dense, a layer after the pooling"):
+        LLM(place, pooling="mean", **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("name", "pooling", "words"),
+    [
+        ("qwen2-tied", "cls", "in this model that token sees no other; use last or mean"),
+        ("bert-ranker", "mean", "ranks texts by the state of the first token; use cls"),
+        ("t5-gated", "mean", "embeddings are not supported for a model with an encoder"),
+    ],
+)
+def test_a_pooling_that_a_model_cannot_have(name: str, pooling: Pooling, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(DIRECTORY / name, pooling=pooling, **SIZES)
+
+
 def with_words(name: str, place: Path) -> Path:
     """A copy of a ranker with a tokenizer whose words are "w5", "w6", ... for the token ids."""
     shutil.copytree(DIRECTORY / name, place)
