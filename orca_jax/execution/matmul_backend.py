@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 from orca_jax.families.packed_form import PackedForm
-from orca_jax.model.context import Convolution, LinearAttention
 from orca_jax.model.layers import Matmul, matmul
 from orca_jax.model.mixture_at_once import mixture_at_once
 from orca_jax.model.packed_weight import product_of_codes
+from orca_jax.model.recurrence import Heads, RecurrentKernels, RowTable
 from orca_jax.native.causal_convolution import native_causal_convolution
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.linear_attention import has_linear_attention_form, native_linear_attention
@@ -68,14 +68,9 @@ class Products:
         return f"{attention}; {self.description}" if self.description else attention
 
     @property
-    def linear_attention(self) -> LinearAttention | None:
-        """The kernel of recurrent layers; None for XLA's operations."""
-        return _linear_attention if self.native else None
-
-    @property
-    def convolution(self) -> Convolution | None:
-        """The kernel of recurrent layers' convolutions, for float32; None for XLA's operations."""
-        return native_causal_convolution if self.native else None
+    def recurrent(self) -> RecurrentKernels:
+        """The kernels of recurrent layers."""
+        return RecurrentKernels(_linear_attention, _convolution) if self.native else RecurrentKernels()
 
     def bind(self, n_tokens: jax.Array | None) -> Matmul:
         """The products of an iteration whose first `n_tokens` [1] int32 are real; None if all are."""
@@ -112,22 +107,14 @@ class Products:
         return Matmul(product, grouped, mixture, packed, by_group, n_tokens)
 
 
-def _linear_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array | None,
-    state: jax.Array,
-    row_start: jax.Array,
-    state_of_row: jax.Array,
-    starts: jax.Array,
-    kept: jax.Array | None,
-) -> tuple[jax.Array, jax.Array] | None:
-    if not has_linear_attention_form(q):
-        return None
-    rows = row_start, state_of_row, starts, kept
-    return native_linear_attention(q, k, v, decay, beta, state, *rows)
+def _linear_attention(x: Heads, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array] | None:
+    return native_linear_attention(*x, state, *table) if has_linear_attention_form(x.q) else None
+
+
+def _convolution(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None, state: jax.Array, table: RowTable
+) -> tuple[jax.Array, jax.Array]:
+    return native_causal_convolution(x, weight, bias, state, *table)
 
 
 def _packed(

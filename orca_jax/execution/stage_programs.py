@@ -24,7 +24,7 @@ from orca_jax.families.parameters import TOKEN_EMBEDDING
 from orca_jax.iteration.flat_batch import FlatArrays, FlatLayout, SamplerArrays
 from orca_jax.model.adapted import AdaptedWeight, AdapterGroups
 from orca_jax.model.block import LayerOutput
-from orca_jax.model.context import Iteration, Kept, Rows, Tokens
+from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import (
     LayerCache,
     LayerMemory,
@@ -35,6 +35,7 @@ from orca_jax.model.kv_cache import (
 )
 from orca_jax.model.layers import Matmul
 from orca_jax.model.read_states import StatesBefore
+from orca_jax.model.recurrence import Kept, Rows
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.transformer import Transformer
 from orca_jax.request.routed_experts import Routing
@@ -201,8 +202,8 @@ def _rows(stage: StageModel, layout: FlatLayout, batch: FlatArrays) -> Rows:
     if layout.max_drafts:
         # Padding rows have the last real token, after which no state is kept.
         kept = Kept(jnp.maximum(batch.row_start[1:] - 1, 0), batch.kept_at, layout.max_drafts)
-    kernels = stage.products.linear_attention, stage.products.convolution
-    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept, *kernels)
+    kernels = stage.products.recurrent
+    return Rows(start, row_of_token, batch.state_of_row, starts, layout.one_each, kept, kernels)
 
 
 class _LastLayer(NamedTuple):

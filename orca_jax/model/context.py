@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 
 from orca_jax.families.attention_config import Attention
 from orca_jax.families.model_config import Layer
@@ -21,6 +20,7 @@ from orca_jax.model.kv_cache import (
     with_state,
 )
 from orca_jax.model.layers import Matmul, matmul
+from orca_jax.model.recurrence import Rows
 from orca_jax.model.rotation import Rotation
 from orca_jax.model.shard import ALONE, Shard
 from orca_jax.model.token_slices import Slices
@@ -89,91 +89,6 @@ class Tokens(NamedTuple):
     def of(self, x: jax.Array) -> jax.Array:
         """Select these tokens' rows: [T, ...] to [R, ...]."""
         return x if self.at is None else x.at[self.at].get(mode="clip")
-
-
-class Kept(NamedTuple):
-    """Places of the states after drafted rows' tokens, whose drafts may be rejected.
-
-    In a drafted row each token but the last has a place, and no token of another row has one. A row has up to
-    `most` places, and a batch fewer than R.
-    """
-
-    token: jax.Array  # [R] int32
-    at: jax.Array  # [R] int32 the place of the state after this token; n_states (out of range) for none
-    most: int
-
-    def by_token(self, n_tokens: int, n_states: int) -> jax.Array:
-        """The place of each token's state, n_states for none: [T]."""
-        return jnp.full(n_tokens, n_states, jnp.int32).at[self.token].set(self.at)
-
-
-class LinearAttention(Protocol):
-    """A kernel for linear attention (linear_attention.py) over the rows of an iteration."""
-
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        decay: jax.Array,
-        beta: jax.Array | None,
-        state: jax.Array,
-        row_start: jax.Array,
-        state_of_row: jax.Array,
-        starts: jax.Array,
-        kept: jax.Array | None,
-        /,
-    ) -> tuple[jax.Array, jax.Array] | None:
-        """Run the gated delta rule, or without `beta` a state space; None for sizes that it does not take.
-
-        All numbers are float32. The rows' arrays are those of `Rows`, and `kept` [T] is `Kept.by_token`.
-        """
-        ...
-
-
-class Convolution(Protocol):
-    """A kernel for recurrence.causal_convolution over the rows of an iteration."""
-
-    def __call__(
-        self,
-        x: jax.Array,
-        weight: jax.Array,
-        bias: jax.Array | None,
-        state: jax.Array,
-        row_start: jax.Array,
-        state_of_row: jax.Array,
-        starts: jax.Array,
-        kept: jax.Array | None,
-        /,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Convolve x [T, C]; all numbers are float32, and the rows' arrays as in LinearAttention."""
-        ...
-
-
-class Rows(NamedTuple):
-    """The rows of an iteration as recurrent layers see them: neighbouring tokens of one request are one row.
-
-    Tokens from `row_start[-1]` on are padding, and rows without tokens too; neither may touch a state.
-    """
-
-    row_start: jax.Array  # [R + 1] int32 index of each row's first token, then the number of tokens
-    row_of_token: jax.Array  # [T] int32; R (out of range) for padding
-    state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
-    starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
-    one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
-    kept: Kept | None = None
-    # In place of XLA's operations.
-    linear_attention: LinearAttention | None = None
-    convolution: Convolution | None = None
-
-    def carried(self, state: jax.Array) -> jax.Array:
-        """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""
-        own = state.at[self.state_of_row].get(mode="clip")
-        return jnp.where(self.starts.reshape(-1, *(1 for _ in own.shape[1:])), 0, own)
-
-    def replaced(self, state: jax.Array, new: jax.Array) -> jax.Array:
-        """Write the rows' new states [R, ...] back into the array [n_states, ...]."""
-        return state.at[self.state_of_row].set(new.astype(state.dtype), mode="drop")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.recurrence_config import GatedDeltaNet
+from orca_jax.model.causal_convolution import causal_convolution
 from orca_jax.model.context import Context
 from orca_jax.model.layers import RMSNorm, Weights, linear_of
-from orca_jax.model.linear_attention import gated_delta_rule
-from orca_jax.model.recurrence import causal_convolution
+from orca_jax.model.linear_attention import linear_attention
+from orca_jax.model.recurrence import Heads
 
 
 class GatedDeltaNetMixer(nnx.Module):
@@ -36,15 +37,10 @@ class GatedDeltaNetMixer(nnx.Module):
         q, k = (_normal(each.reshape(len(x), config.n_key_heads, -1)) for each in (q, k))
         per_step = -jnp.exp(self.decay[...].astype(jnp.float32))
         step = step.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
-        out, heads = gated_delta_rule(
-            q * config.key_size**-0.5,
-            k,
-            v.reshape(len(x), config.n_value_heads, -1),
-            per_step * jax.nn.softplus(step),
-            jax.nn.sigmoid(strength.astype(jnp.float32)),
-            ctx.state["heads"],
-            ctx.rows,
-        )
+        v = v.reshape(len(x), config.n_value_heads, -1)
+        decay, beta = per_step * jax.nn.softplus(step), jax.nn.sigmoid(strength.astype(jnp.float32))
+        of_heads = Heads(q * config.key_size**-0.5, k, v, decay, beta)
+        out, heads = linear_attention(of_heads, ctx.state["heads"], ctx.rows)
         ctx.state = {"conv": conv, "heads": heads}
         z = z.reshape(out.shape).astype(jnp.float32)
         out = (self.norm(out.astype(dtype)).astype(jnp.float32) * jax.nn.silu(z)).astype(dtype)

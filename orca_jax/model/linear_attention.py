@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from orca_jax.model.context import Rows
+from orca_jax.model.recurrence import Heads, Rows, RowTable
 
 _LONG, _SHORT = 64, 16  # tokens of a chunk; what is left of a row after long chunks takes short ones
 _EXACT = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
 
 class _Inputs(NamedTuple):
-    """The inputs of tokens, or of one token of each row; each head of queries and keys serves G of values."""
+    """Heads of tokens, or of one token of each row, in which those of values are grouped."""
 
     q: jax.Array  # [T, N, K] float32
     k: jax.Array  # [T, N, K]
@@ -43,77 +43,32 @@ class _Inputs(NamedTuple):
     beta: jax.Array | None  # [T, N, G]; None in a state space
 
 
-def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
-    state: jax.Array,
-    rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
-    """Run the gated delta rule over q, k [T, N, K] and v [T, N G, V]; decay and beta are [T, N G].
+def linear_attention(x: Heads, state: jax.Array, rows: Rows) -> tuple[jax.Array, jax.Array]:
+    """Run the gated delta rule over the rows, or without `beta` Mamba-2's recurrence.
 
-    `state` [n_states, N G, K, V] float32 has each request's state. Returns the results [T, N G, V] float32,
+    `state` [n_states, M, K, V] float32 has each request's state. Returns the results [T, M, V] float32,
     anything for padding tokens, and the new states.
     """
-    return _over_rows(q, k, v, decay, beta, state, rows)
-
-
-def state_space(
-    c: jax.Array, b: jax.Array, x: jax.Array, decay: jax.Array, state: jax.Array, rows: Rows
-) -> tuple[jax.Array, jax.Array]:
-    """Run Mamba-2's recurrence over c, b [T, N, K] and x [T, N G, V], inputs times their steps.
-
-    `decay` is [T, N G]. States and results are as in `gated_delta_rule`.
-    """
-    return _over_rows(c, b, x, decay, None, state, rows)
-
-
-def _inputs(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array | None) -> _Inputs:
-    n = q.shape[1]
-
-    def by_group(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float32).reshape(len(x), n, x.shape[1] // n, *x.shape[2:])
-
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    return _Inputs(q, k, by_group(v), by_group(decay), None if beta is None else by_group(beta))
-
-
-def _over_rows(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array | None,
-    state: jax.Array,
-    rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
-    kept = None if rows.kept is None else rows.kept.by_token(len(q), len(state))
-    if rows.linear_attention is not None:
-        done = rows.linear_attention(
-            q.astype(jnp.float32),
-            k.astype(jnp.float32),
-            v.astype(jnp.float32),
-            decay,
-            beta,
-            state,
-            rows.row_start,
-            rows.state_of_row,
-            rows.starts,
-            kept,
-        )
-        if done is not None:
-            return done
-    x = _inputs(q, k, v, decay, beta)
-    n, group = x.v.shape[1:3]
-    table = _Table(rows.row_start, rows.state_of_row, rows.starts, kept)
+    x, table = jax.tree.map(lambda each: each.astype(jnp.float32), x), rows.table(len(state))
+    kernel = rows.kernels.linear_attention
+    done = None if kernel is None else kernel(x, state, table)
+    if done is not None:
+        return done
+    grouped = _grouped(x)
     cpu, default = (_steps_in_place, _steps_at_once) if rows.one_each else (_chunks_in_turn, _chunks_at_once)
     if rows.kept is not None:
         default = partial(_drafts_at_once, most=rows.kept.most)
-    by_group = state.reshape(len(state), n, group, *state.shape[2:])
-    out, by_group = lax.platform_dependent(x, by_group, table, cpu=cpu, default=default)
-    return out.reshape(len(out), n * group, -1), by_group.reshape(state.shape)
+    by_group = state.reshape(len(state), *grouped.v.shape[1:3], *state.shape[2:])
+    out, by_group = lax.platform_dependent(grouped, by_group, table, cpu=cpu, default=default)
+    return out.reshape(x.v.shape), by_group.reshape(state.shape)
+
+
+def _grouped(x: Heads) -> _Inputs:
+    n = x.q.shape[1]
+    of_values = x.v, x.decay, x.beta
+    return _Inputs(
+        x.q, x.k, *jax.tree.map(lambda each: each.reshape(len(each), n, -1, *each.shape[2:]), of_values)
+    )
 
 
 def _step(x: _Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -155,42 +110,18 @@ def _chunk(x: _Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.moveaxis(out, 2, 0), since_start[..., -1:, :] * state + added
 
 
-class _Table(NamedTuple):
-    """The arrays of Rows."""
-
-    row_start: jax.Array
-    state_of_row: jax.Array
-    starts: jax.Array
-    kept: jax.Array | None = None  # as Kept.by_token; None if the batch has no drafts
-
-    def drafted(self, n_states: int) -> jax.Array:
-        """The rows that are drafted [R]: their states between tokens are kept."""
-        if self.kept is None:
-            return jnp.zeros_like(self.starts)
-        return (self.length > 1) & (self.kept.at[self.row_start[:-1]].get(mode="clip") < n_states)
-
-    @property
-    def length(self) -> jax.Array:
-        return self.row_start[1:] - self.row_start[:-1]
-
-    def own(self, state: jax.Array) -> jax.Array:
-        """Each row's state, zeros where its request starts."""
-        found = state.at[self.state_of_row].get(mode="clip")
-        return jnp.where(self.starts.reshape(-1, *(1 for _ in found.shape[1:])), 0, found)
+def _steps_at_once(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:
+    out, new = _step(x, table.carried(state))
+    return out, table.replaced(state, new)
 
 
-def _steps_at_once(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
-    out, new = _step(x, table.own(state))
-    return out, state.at[table.state_of_row].set(new, mode="drop")
-
-
-def _steps_in_place(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+def _steps_in_place(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:
     """_steps_at_once row by row, for CPUs: each row's state is read and written once, in place."""
     every = jnp.arange(len(x.q))
     return _walked(x, (jnp.zeros_like(x.v), state), table, size=1, first=every, n_chunks=table.length)
 
 
-def _chunks_in_turn(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+def _chunks_in_turn(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:
     """Each row in long chunks, then short ones, for CPUs: loops whose trip counts the device reads."""
     drafted = table.drafted(len(state))
     length = jnp.where(drafted, 0, table.length)
@@ -212,7 +143,7 @@ def _chunks_in_turn(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Ar
 def _walked(
     x: _Inputs,
     done: tuple[jax.Array, jax.Array],
-    table: _Table,
+    table: RowTable,
     *,
     size: int,
     first: jax.Array,
@@ -263,14 +194,14 @@ def _only(x: _Inputs, real: jax.Array) -> _Inputs:
     return jax.tree.map(kept, x)
 
 
-def _chunks_at_once(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Array, jax.Array]:
+def _chunks_at_once(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:
     """All rows' first chunks at once, then their second ones, and so on: static shapes, for GPUs.
 
     Rows of one token take a step. The longer a row is, the earlier it comes; so chunk i concerns only the
     first T / (i C + 1) rows, and a loop over chunks 2^j to 2^(j+1) - 1 computes as many of each.
     """
     n_tokens, n_rows = len(x.q), len(table.starts)
-    own, length = table.own(state), table.length
+    own, length = table.carried(state), table.length
     last = jnp.maximum(table.row_start[1:] - 1, 0)
     stepped, after_step = _step(jax.tree.map(lambda each: each.at[last].get(mode="clip"), x), own)
     out = jnp.zeros_like(x.v).at[jnp.where(length == 1, last, n_tokens)].set(stepped, mode="drop")
@@ -295,10 +226,12 @@ def _chunks_at_once(x: _Inputs, state: jax.Array, table: _Table) -> tuple[jax.Ar
     out, carried = done
     in_chunks = jnp.zeros_like(own).at[order].set(carried)
     single = (length == 1).reshape(-1, 1, 1, 1, 1)
-    return out, state.at[table.state_of_row].set(jnp.where(single, after_step, in_chunks), mode="drop")
+    return out, table.replaced(state, jnp.where(single, after_step, in_chunks))
 
 
-def _drafts_at_once(x: _Inputs, state: jax.Array, table: _Table, *, most: int) -> tuple[jax.Array, jax.Array]:
+def _drafts_at_once(
+    x: _Inputs, state: jax.Array, table: RowTable, *, most: int
+) -> tuple[jax.Array, jax.Array]:
     """_chunks_at_once with drafted rows: all their first tokens in a step, then all second ones.
 
     A row has up to `most` drafts. Chunks' results of drafted rows are replaced. These have at least two
@@ -306,7 +239,7 @@ def _drafts_at_once(x: _Inputs, state: jax.Array, table: _Table, *, most: int) -
     """
     n_tokens, n_rows, n_states = len(x.q), len(table.starts), len(state)
     assert table.kept is not None
-    carried = table.own(state)
+    carried = table.carried(state)
     out, state = _chunks_at_once(x, state, table)
     length = jnp.where(table.drafted(n_states), table.length, 0)
     order = jnp.argsort(-length)

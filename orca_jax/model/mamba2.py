@@ -7,10 +7,11 @@ from flax import nnx
 from jax import lax
 
 from orca_jax.families.recurrence_config import Mamba2
+from orca_jax.model.causal_convolution import causal_convolution
 from orca_jax.model.context import Context
 from orca_jax.model.layers import Weights, linear_of
-from orca_jax.model.linear_attention import state_space
-from orca_jax.model.recurrence import causal_convolution
+from orca_jax.model.linear_attention import linear_attention
+from orca_jax.model.recurrence import Heads
 from orca_jax.model.shard import Shard
 
 
@@ -47,7 +48,8 @@ class Mamba2Mixer(nnx.Module):
         step = step.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
         step = jnp.clip(jax.nn.softplus(step), config.least_step, config.most_step)  # [T, N]
         decay = -step * jnp.exp(self.decay[...].astype(jnp.float32))
-        out, heads = state_space(c, b, step[:, :, None] * inputs, decay, ctx.state["heads"], ctx.rows)
+        of_heads = Heads(c, b, step[:, :, None] * inputs, decay)
+        out, heads = linear_attention(of_heads, ctx.state["heads"], ctx.rows)
         out = out + self.skip[...].astype(jnp.float32)[:, None] * inputs
         ctx.state = {"conv": conv, "heads": heads}
         normed = self._normed(out.reshape(n, -1), z, ctx.shard)

@@ -1,67 +1,108 @@
-"""Recurrence over a token-major array: rows of different lengths and phases in one iteration.
+"""Rows and kernels of recurrent layers: selective batching (ORCA 3.2) for layers that keep a state.
 
-Selective batching (ORCA 3.2) for layers with a state. The functions are pure, so that a kernel can replace
-them: they take inputs [T, ...], the iteration's Rows and the states [n_states, ...], and return outputs
-[T, ...] and the new states.
+A recurrence runs over a token-major array, in which rows differ in length and phase. The functions are pure:
+linear_attention.py and causal_convolution.py take inputs [T, ...], the iteration's Rows and the states
+[n_states, ...], and return outputs [T, ...] and the new states. `RecurrentKernels` may take their place.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from orca_jax.model.context import Rows
 
+class Heads(NamedTuple):
+    """The inputs of linear attention; a state space has its C, B and inputs times steps, and no `beta`.
 
-def causal_convolution(
-    x: jax.Array, weight: jax.Array, bias: jax.Array | None, state: jax.Array, rows: Rows
-) -> tuple[jax.Array, jax.Array]:
-    """Convolve each channel of x [T, C] over the last W tokens of its request.
-
-    `weight` [C, W] has the newest token's column last; `bias` is [C]. `state` [n_states, 1, W - 1, C] has
-    the inputs before the row's first token, the newest last. Returns the sums [T, C] float32, and the new
-    state.
+    Each of the N heads of queries and keys serves as many of the M heads of values.
     """
-    n_tokens, n_kept = x.shape[0], weight.shape[1] - 1
-    if rows.convolution is not None and x.dtype == state.dtype == jnp.float32:
-        of_tokens = None if rows.kept is None else rows.kept.by_token(n_tokens, len(state))
-        return rows.convolution(
-            x,
-            weight.astype(jnp.float32),
-            None if bias is None else bias.astype(jnp.float32),
-            state,
-            rows.row_start,
-            rows.state_of_row,
-            rows.starts,
-            of_tokens,
-        )
-    state = state[:, 0]
-    n_rows = rows.state_of_row.shape[0]
-    carried = rows.carried(state)  # [R, W - 1, C]
-    before = carried.reshape(n_rows * n_kept, -1).astype(x.dtype)
-    row = jnp.minimum(rows.row_of_token, n_rows - 1)
-    offset = jnp.arange(n_tokens) - rows.row_start[row]  # of a token in its row
-    wide = weight.astype(jnp.float32)
-    y = x.astype(jnp.float32) * wide[:, n_kept]
-    for back in range(1, n_kept + 1):
-        in_row = jnp.pad(x, ((back, 0), (0, 0)))[:n_tokens]  # the token `back` places earlier
-        in_state = before.at[row * n_kept + jnp.minimum(n_kept + offset - back, n_kept - 1)].get(mode="clip")
-        earlier = jnp.where((offset >= back)[:, None], in_row, in_state)
-        y = y + earlier.astype(jnp.float32) * wide[:, n_kept - back]
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
 
-    def newest(end: jax.Array, begin: jax.Array, carried: jax.Array) -> jax.Array:
-        """The inputs before tokens `end` [R] of rows that begin at `begin` with states `carried`."""
-        # Place k of the new state is the token at end - (W - 1) + k, or in a shorter row what it carried.
-        place = jnp.arange(n_kept)
-        token = end[:, None] - n_kept + place  # [R, W - 1]
-        at = jnp.minimum(place + (end - begin)[:, None], n_kept - 1)
-        old = jnp.take_along_axis(carried, at[:, :, None], axis=1)
-        new = x.at[token].get(mode="clip").astype(state.dtype)
-        return jnp.where((token >= begin[:, None])[:, :, None], new, old)
+    q: jax.Array  # [T, N, K]
+    k: jax.Array  # [T, N, K]
+    v: jax.Array  # [T, M, V]
+    decay: jax.Array  # [T, M], at most 0
+    beta: jax.Array | None = None  # [T, M]
 
-    new = rows.replaced(state, newest(rows.row_start[1:], rows.row_start[:-1], carried))
-    if rows.kept is not None:
-        of_kept = row[rows.kept.token]
-        after = newest(rows.kept.token + 1, rows.row_start[of_kept], carried[of_kept])
-        new = new.at[rows.kept.at].set(after, mode="drop")
-    return y, new[:, None]
+
+class RowTable(NamedTuple):
+    """The arrays that say which tokens and which state are a row's, as kernels take them.
+
+    Tokens from `row_start[-1]` on are padding, and rows without tokens too; neither may touch a state.
+    """
+
+    row_start: jax.Array  # [R + 1] int32 index of each row's first token, then the number of tokens
+    state_of_row: jax.Array  # [R] int32 index of the request's state; n_states (out of range) for padding
+    starts: jax.Array  # [R] bool: the row's first token is its request's first, so its state is all zeros
+    kept: (
+        jax.Array | None
+    )  # [T] int32 place of the state after each token, n_states for none; None: no drafts
+
+    @property
+    def length(self) -> jax.Array:
+        """Tokens of each row [R]."""
+        return self.row_start[1:] - self.row_start[:-1]
+
+    def drafted(self, n_states: int) -> jax.Array:
+        """The rows that are drafted [R]: their states between tokens are kept."""
+        if self.kept is None:
+            return jnp.zeros_like(self.starts)
+        return (self.length > 1) & (self.kept.at[self.row_start[:-1]].get(mode="clip") < n_states)
+
+    def carried(self, state: jax.Array) -> jax.Array:
+        """Each row's part of a state array [n_states, ...], zeros where its request starts: [R, ...]."""
+        own = state.at[self.state_of_row].get(mode="clip")
+        return jnp.where(self.starts.reshape(-1, *(1 for _ in own.shape[1:])), 0, own)
+
+    def replaced(self, state: jax.Array, new: jax.Array) -> jax.Array:
+        """Write the rows' new states [R, ...] back into the array [n_states, ...]."""
+        return state.at[self.state_of_row].set(new.astype(state.dtype), mode="drop")
+
+
+class RecurrentKernels(NamedTuple):
+    """Kernels in place of XLA's operations; None for these. Their numbers are all float32.
+
+    `linear_attention` takes Heads, the states [n_states, M, K, V] and the rows, and returns None for sizes
+    that it does not take. `convolution` takes the arguments of `causal_convolution`.
+    """
+
+    linear_attention: Callable[[Heads, jax.Array, RowTable], tuple[jax.Array, jax.Array] | None] | None = None
+    convolution: (
+        Callable[[jax.Array, jax.Array, jax.Array | None, jax.Array, RowTable], tuple[jax.Array, jax.Array]]
+        | None
+    ) = None
+
+
+class Kept(NamedTuple):
+    """Places of the states after drafted rows' tokens, whose drafts may be rejected.
+
+    In a drafted row each token but the last has a place, and no token of another row has one. A row has up to
+    `most` places, and a batch fewer than R.
+    """
+
+    token: jax.Array  # [R] int32
+    at: jax.Array  # [R] int32 the place of the state after this token; n_states (out of range) for none
+    most: int
+
+
+class Rows(NamedTuple):
+    """The rows of an iteration as recurrent layers see them: neighbouring tokens of one request are one row.
+
+    The arrays but `row_of_token` are those of RowTable.
+    """
+
+    row_start: jax.Array
+    row_of_token: jax.Array  # [T] int32; R (out of range) for padding
+    state_of_row: jax.Array
+    starts: jax.Array
+    one_each: bool = False  # each row is one token, row r token r, as in decode; the other rows are padding
+    kept: Kept | None = None
+    kernels: RecurrentKernels = RecurrentKernels()
+
+    def table(self, n_states: int) -> RowTable:
+        """The arrays, for a layer with `n_states` states."""
+        places = None
+        if self.kept is not None:
+            places = jnp.full(len(self.row_of_token), n_states, jnp.int32)
+            places = places.at[self.kept.token].set(self.kept.at)
+        return RowTable(self.row_start, self.state_of_row, self.starts, places)

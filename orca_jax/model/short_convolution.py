@@ -4,9 +4,9 @@ import jax
 from flax import nnx
 
 from orca_jax.families.recurrence_config import ShortConvolution
+from orca_jax.model.causal_convolution import causal_convolution
 from orca_jax.model.context import Context
 from orca_jax.model.layers import Weights, linear_of
-from orca_jax.model.recurrence import causal_convolution
 
 
 class ShortConvolutionMixer(nnx.Module):

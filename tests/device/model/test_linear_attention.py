@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orca_jax.execution.matmul_backend import Products
 from orca_jax.model import linear_attention
-from orca_jax.model.context import Kept, Rows
-from orca_jax.model.linear_attention import gated_delta_rule, state_space
-from orca_jax.native.linear_attention import native_linear_attention
+from orca_jax.model.recurrence import Heads, Kept, RecurrentKernels, Rows
 from tests.device.model.golden import DIRECTORY
 from tests.device.native.native_form import needs_native
 
@@ -81,20 +80,16 @@ def ran(
 ) -> tuple[jax.Array, jax.Array]:
     """The engine's results and states; `form` names one of the functions between which platforms choose."""
     kept = Kept(rows[4][0], rows[4][1], N_DRAFTS) if len(rows) > 4 else None
-    kernel = native_linear_attention if form == "native" else None
-    rows = Rows(*rows[:4], one_each=one_each, kept=kept, linear_attention=kernel)
-    beta = x.beta if delta else None
-    if form and kernel is None:
-        inputs = linear_attention._inputs(x.q, x.k, x.v, x.decay, beta)
+    kernels = Products(native=form == "native").recurrent
+    rows = Rows(*rows[:4], one_each=one_each, kept=kept, kernels=kernels)
+    heads = Heads(x.q, x.k, x.v, x.decay, x.beta if delta else None)
+    if form and kernels == RecurrentKernels():
         by_group = state.reshape(N_STATES, KEYS, GROUP, KEY_SIZE, VALUE_SIZE)
-        kept = None if rows.kept is None else rows.kept.by_token(len(x.q), N_STATES)
-        table = linear_attention._Table(rows.row_start, rows.state_of_row, rows.starts, kept)
         options = {"most": N_DRAFTS} if form == "_drafts_at_once" else {}
-        out, by_group = getattr(linear_attention, form)(inputs, by_group, table, **options)
+        run, inputs = getattr(linear_attention, form), linear_attention._grouped(heads)
+        out, by_group = run(inputs, by_group, rows.table(N_STATES), **options)
         return out.reshape(x.v.shape), by_group.reshape(state.shape)
-    if delta:
-        return gated_delta_rule(x.q, x.k, x.v, x.decay, x.beta, state, rows)
-    return state_space(x.q, x.k, x.v, x.decay, state, rows)
+    return linear_attention.linear_attention(heads, state, rows)
 
 
 LENGTHS = st.lists(
@@ -226,8 +221,8 @@ def test_a_request_in_pieces_is_the_request_in_one_pass(delta: bool, borders: li
     np.testing.assert_allclose(state, last, atol=3e-5, rtol=1e-4)
 
 
-def in_pieces(run: Any, arrays: Sequence[np.ndarray], pieces: Sequence[int], shape: tuple[int, ...]) -> Any:
-    """Call `run` for each piece of a request, whose state is the second of three."""
+def in_pieces(arrays: Sequence[np.ndarray], pieces: Sequence[int], shape: tuple[int, ...]) -> Any:
+    """Run each piece of a request, whose state is the second of three."""
     state, outs, begin = jnp.full((3, *shape), 9.0), list[np.ndarray](), 0
     for n in pieces:
         rows = Rows(
@@ -236,7 +231,8 @@ def in_pieces(run: Any, arrays: Sequence[np.ndarray], pieces: Sequence[int], sha
             jnp.array([1], jnp.int32),
             jnp.array([begin == 0]),
         )
-        out, state = run(*(each[begin : begin + n] for each in arrays), state, rows)
+        heads = Heads(*(jnp.asarray(each[begin : begin + n]) for each in arrays))
+        out, state = linear_attention.linear_attention(heads, state, rows)
         outs.append(np.asarray(out))
         begin += n
     return np.concatenate(outs), state[1]
@@ -249,7 +245,7 @@ def test_the_delta_rule_is_transformers() -> None:
     q, k = (each / np.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (q, k))
     arrays = [q * q.shape[-1] ** -0.5, k, *(golden[f"delta_{name}"] for name in ("v", "decay", "beta"))]
     expected = golden["delta_state"]
-    out, state = in_pieces(gated_delta_rule, arrays, golden["pieces"], expected.shape)
+    out, state = in_pieces(arrays, golden["pieces"], expected.shape)
     np.testing.assert_allclose(out, golden["delta_out"], atol=1e-5)
     np.testing.assert_allclose(state, expected, atol=1e-5)
 
@@ -260,6 +256,6 @@ def test_the_state_space_is_transformers() -> None:
     step = np.log1p(np.exp(golden["dt"] + golden["dt_bias"]))
     x = golden["x"]
     arrays = [golden["c"], golden["b"], x * step[..., None], step * golden["a"]]
-    out, state = in_pieces(state_space, arrays, golden["pieces"], golden["state"].shape)
+    out, state = in_pieces(arrays, golden["pieces"], golden["state"].shape)
     np.testing.assert_allclose(out + golden["skip"][:, None] * x, golden["out"], atol=2e-5)
     np.testing.assert_allclose(state, golden["state"], atol=2e-5)

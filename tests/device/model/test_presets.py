@@ -15,8 +15,9 @@ from orca_jax.families.hf_config import read_config
 from orca_jax.families.parameters import parameter_shapes, parameter_table
 from orca_jax.families.presets import PRESETS
 from orca_jax.model import reference
-from orca_jax.model.context import Iteration, Rows, Tokens
+from orca_jax.model.context import Iteration, Tokens
 from orca_jax.model.kv_cache import BothMemory, LayerCache, LayerMemory, layer_memory
+from orca_jax.model.recurrence import Rows
 from orca_jax.model.transformer import Parameters, Transformer, init_parameters
 
 TABLE_1 = {  # the paper's: parameters in billions, layers, hidden size

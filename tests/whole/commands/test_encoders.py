@@ -237,9 +237,10 @@ LONG: dict[str, Any] = SIZES | {"max_batch_tokens": 640}
     ("name", "options"),
     [
         *((name, {}) for name in RANKER_NAMES),
+        (MEAN, {"deterministic": True}),
         pytest.param(
             MEAN,
-            {"tensor_parallel": 2, "pipeline_parallel": 2, "deterministic": True},
+            {"tensor_parallel": 2, "pipeline_parallel": 2},
             marks=pytest.mark.matrix,
         ),
     ],

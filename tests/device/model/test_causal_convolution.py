@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orca_jax.model.context import Convolution, Kept, Rows
-from orca_jax.model.recurrence import causal_convolution
-from orca_jax.native.causal_convolution import native_causal_convolution
+from orca_jax.execution.matmul_backend import Products
+from orca_jax.model.causal_convolution import causal_convolution
+from orca_jax.model.recurrence import Kept, Rows
 from tests.device.native.native_form import needs_native
 
 N_STATES = 7
@@ -38,16 +38,17 @@ def rows_of(lengths: Sequence[int], states: Sequence[int], starts: Sequence[bool
     )
 
 
-@partial(jax.jit, static_argnames="kernel")
+@partial(jax.jit, static_argnames="native")
 def convolution(
-    x: Any, weight: Any, bias: Any, state: Any, rows: Rows, kernel: Convolution | None = None
+    x: Any, weight: Any, bias: Any, state: Any, rows: Rows, native: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums and the new states, by `kernel` or by XLA."""
-    y, new = causal_convolution(x, weight, bias, state[:, None], rows._replace(convolution=kernel))
+    """The sums and the new states, by the native kernel or by XLA."""
+    kernels = Products(native=native).recurrent
+    y, new = causal_convolution(x, weight, bias, state[:, None], rows._replace(kernels=kernels))
     return y, new[:, 0]
 
 
-KERNELS = [None, pytest.param(native_causal_convolution, marks=needs_native)]
+KERNELS = [False, pytest.param(True, marks=needs_native)]
 
 
 @given(
@@ -56,9 +57,9 @@ KERNELS = [None, pytest.param(native_causal_convolution, marks=needs_native)]
     st.sampled_from([2, 4]),
     st.booleans(),
 )
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("native", KERNELS)
 def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
-    kernel: Convolution | None, rows: list[tuple[int, bool]], states: list[int], width: int, bias: bool
+    native: bool, rows: list[tuple[int, bool]], states: list[int], width: int, bias: bool
 ) -> None:
     rng = np.random.default_rng(width)
     lengths, starts = [n for n, _ in rows], [start for _, start in rows]
@@ -68,7 +69,7 @@ def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
     addend = rng.normal(size=CHANNELS).astype(np.float32) if bias else None
     state = rng.normal(size=(N_STATES, width - 1, CHANNELS)).astype(np.float32)
     given_rows = rows_of(lengths, states[: len(rows)], starts)
-    y, new = convolution(x, weight, addend, state, given_rows, kernel)
+    y, new = convolution(x, weight, addend, state, given_rows, native)
 
     wanted_state, wanted, token = state.copy(), [], 0
     for length, start, place in zip(lengths, starts, states, strict=False):
@@ -82,9 +83,9 @@ def test_a_convolution_of_rows_equals_one_a_token_at_a_time(
     np.testing.assert_array_equal(new, wanted_state)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("native", KERNELS)
 @pytest.mark.parametrize("width", [2, 4])
-def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int, kernel: Convolution | None) -> None:
+def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int, native: bool) -> None:
     """The second row is drafted, of four tokens; the first is a prompt's chunk."""
     rng = np.random.default_rng(width)
     x = rng.normal(size=(N_TOKENS, CHANNELS)).astype(np.float32)
@@ -95,7 +96,7 @@ def test_the_state_after_each_draft_of_a_convolution_is_kept(width: int, kernel:
     at = jnp.array([*places, *[N_STATES] * 3])
     rows = rows_of([5, 4], [1, 3], [True, False])
     arrays = jnp.array(x), jnp.array(weight), None, jnp.array(state)
-    _, new = convolution(*arrays, rows._replace(kept=Kept(token, at, 3)), kernel)
+    _, new = convolution(*arrays, rows._replace(kept=Kept(token, at, 3)), native)
     _, without = convolution(*arrays, rows)
     expected = np.array(without)
     for n, place in enumerate(places, 1):
