@@ -13,7 +13,7 @@ from flax import nnx
 
 from orca_jax.families.model_config import Layer, Residual
 from orca_jax.families.recurrence_config import GatedDeltaNet, Mamba2, Recurrence, ShortConvolution
-from orca_jax.model.context import Context, Iteration
+from orca_jax.model.context import Beside, Context, Iteration
 from orca_jax.model.cross_attention import CrossAttention
 from orca_jax.model.feed_forward import FeedForward, activate
 from orca_jax.model.gated_delta_net import GatedDeltaNetMixer
@@ -210,11 +210,8 @@ class LayerOutput(NamedTuple):
     selected: jax.Array | None = None  # [T, top_k] keys that its indexer selects, or that it was given
 
 
-# The block, whether only wanted tokens leave it, x, its cache, rotation, the layer's own input, and the keys
-# that an earlier layer selected.
-RunBlock = Callable[
-    [Block, bool, jax.Array, LayerMemory, Rotation | None, jax.Array | None, jax.Array | None], LayerOutput
-]
+# The block, whether only wanted tokens leave it, x, its cache, its rotation, and what it is given beside x.
+RunBlock = Callable[[Block, bool, jax.Array, LayerMemory, Rotation | None, Beside], LayerOutput]
 
 
 def run_blocks(iteration: Iteration) -> RunBlock:
@@ -232,13 +229,10 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         x: jax.Array,
         cache: LayerMemory,
         rotation: Rotation | None,
-        layer_input: jax.Array | None,
-        selected: jax.Array | None,
+        beside: Beside,
     ) -> LayerOutput:
         block = nnx.merge(graph, weights)
-        ctx = iteration.context(
-            block.config, x, cache, rotation, layer_input, only_wanted=only_wanted, selected=selected
-        )
+        ctx = iteration.context(block.config, x, cache, rotation, beside, only_wanted=only_wanted)
         out = block(x, ctx)
         mixed = ctx.mixed if only_wanted else None
         return LayerOutput(out, ctx.held, ctx.chosen, mixed, ctx.selected)
@@ -249,10 +243,9 @@ def run_blocks(iteration: Iteration) -> RunBlock:
         x: jax.Array,
         cache: LayerMemory,
         rotation: Rotation | None,
-        layer_input: jax.Array | None = None,
-        selected: jax.Array | None = None,
+        beside: Beside,
     ) -> LayerOutput:
         graph, weights = nnx.split(block)
-        return layer(graph, only_wanted, weights, x, cache, rotation, layer_input, selected)
+        return layer(graph, only_wanted, weights, x, cache, rotation, beside)
 
     return run

@@ -91,6 +91,21 @@ class Tokens(NamedTuple):
         return x if self.at is None else x.at[self.at].get(mode="clip")
 
 
+class Beside(NamedTuple):
+    """Values of all tokens that a layer is given beside x, in models that have them.
+
+    They are its own input, the keys that an earlier layer selected, and where the tokens have been through
+    the layer already (`Transformer.last_layer`), the results of the mixer beside attention.
+    """
+
+    layer_input: jax.Array | None = None  # [T, P]
+    selected: jax.Array | None = None  # [T, top_k] int32 positions of keys; see selection.Selecting
+    mixed: jax.Array | None = None  # [T, H]
+
+
+_NOTHING = Beside()
+
+
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """The values that all layers of an iteration share.
@@ -115,17 +130,11 @@ class Iteration:
         x: jax.Array,
         cache: LayerMemory,
         rotation: Rotation | None,
-        layer_input: jax.Array | None = None,
+        beside: Beside = _NOTHING,
         *,
         only_wanted: bool = False,
-        mixed: jax.Array | None = None,
-        selected: jax.Array | None = None,
     ) -> "Context":
-        """The context of a layer with input x [T, H]; with `only_wanted` only wanted tokens leave it.
-
-        `layer_input` [T, P] is the layer's own input, in a model that has such. `mixed` [T, H] is what the
-        mixer beside attention made of these tokens, if it has seen them.
-        """
+        """The context of a layer with input x [T, H]; with `only_wanted` only wanted tokens leave it."""
         queries = self.wanted if only_wanted and self.wanted is not None else self.tokens
         n_queries = x.shape[0] if queries.at is None else queries.at.shape[0]
         shard, product, slices, exchange = self.shard, queries.product, None, self.shard.exchange
@@ -135,9 +144,7 @@ class Iteration:
         return Context(
             *(cache, self.positions, rotation, self.slot_of_token, self.tokens),
             *(queries, product, shard, slices, self.rows),
-            layer_input=layer_input,
-            mixed=mixed,
-            selected=selected,
+            **beside._asdict(),
         )
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from orca_jax.families import model_config
 from orca_jax.model.block import Block, Parameters, run_blocks, weights_of_layer
-from orca_jax.model.context import Iteration
+from orca_jax.model.context import Beside, Iteration
 from orca_jax.model.kv_cache import LayerCache
 from orca_jax.model.layers import norm_of
 
@@ -39,7 +39,7 @@ class Encoder(nnx.Module):
         """Run x [T, H] through all layers, which write to the same slots of `cache` in turn."""
         run = run_blocks(iteration)
         for block in self.layers:
-            out = run(block, False, x, cache, None, None, None)
+            out = run(block, False, x, cache, None, Beside())
             assert isinstance(out.cache, LayerCache)
             x, cache = out.x, out.cache
         return (x if self.final_norm is None else self.final_norm(x)), cache

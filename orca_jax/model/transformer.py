@@ -24,7 +24,7 @@ from orca_jax.families.rotary import Rotary
 from orca_jax.families.weight_form import Dense
 from orca_jax.model.adapted import AdaptedWeight
 from orca_jax.model.block import Block, LayerOutput, Parameters, run_blocks, weights_of_layer
-from orca_jax.model.context import Iteration
+from orca_jax.model.context import Beside, Iteration
 from orca_jax.model.encoder import Encoder
 from orca_jax.model.feed_forward import activate
 from orca_jax.model.kv_cache import LayerCache, LayerMemory
@@ -209,7 +209,7 @@ class Transformer(nnx.Module):
         rotations = {kind: self._rotation(kind, iteration.positions) for kind in kinds}
         run = run_blocks(iteration)
         before_last, written, chosen = x, list[LayerMemory](), list[jax.Array]()
-        kept, selected = dict[int, jax.Array](), None
+        kept, beside, selected = dict[int, jax.Array](), Beside(), None
         for i, (block, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             before_last, only_wanted = x, iteration.wanted is not None and i == len(self.layers)
             kept[self.first_layer + i - 1] = x
@@ -218,22 +218,38 @@ class Transformer(nnx.Module):
             source = self.config.memory_of(self.first_layer + i - 1) - self.first_layer
             shared = source < i - 1
             held = written[source] if shared else cache
-            given = selected if block.config.takes_selection else None
-            out = run(block, only_wanted, x, held, rotations[block.config.rotary], own, given)
-            if out.mixed is not None and not block.config.has_both:
+            beside = Beside(own, selected if block.config.takes_selection else None)
+            out = run(block, only_wanted, x, held, rotations[block.config.rotary], beside)
+            selected = beside.selected if block.config.takes_selection else out.selected
+            if block.config.has_both:
+                beside = beside._replace(mixed=out.mixed)
+            elif out.mixed is not None:
                 before_last = out.mixed
-            own = None if self.config.input_size is None else own  # a head's input is not carried
-            carried = None
-            if only_wanted and self.config.selected_size:
-                carried = in_digits(self._all_selected(given, iteration.positions), x.dtype)
-            selected = given if block.config.takes_selection else out.selected
-            further = [out.mixed if block.config.has_both else None, own, carried]
-            needed = [before_last, *(each for each in further if each is not None)]
-            before_last = needed[0] if len(needed) == 1 else jnp.concatenate(needed, axis=1)
             x = out.x
             written.append(cache if shared else out.cache)
             chosen += [] if out.chosen is None else [out.chosen]
+        before_last = self._joined(before_last, beside, iteration)
         return LayersOutput(x, before_last, written, tuple(chosen), self._kept(kept, x))
+
+    def _joined(self, x: jax.Array, beside: Beside, iteration: Iteration) -> jax.Array:
+        """x [T, H] and after it what `last_layer` needs beside it (`ModelConfig.carried_size`)."""
+        own = None if self.config.input_size is None else beside.layer_input  # a head's input is not carried
+        digits = None
+        if iteration.wanted is not None and self.config.selected_size:
+            digits = in_digits(self._all_selected(beside.selected, iteration.positions), x.dtype)
+        needed = [each for each in (x, beside.mixed, own, digits) if each is not None]
+        return needed[0] if len(needed) == 1 else jnp.concatenate(needed, axis=1)
+
+    def _apart(self, x: jax.Array) -> tuple[jax.Array, Beside]:
+        """The parts of what `_joined` returns."""
+        config, has_both = self.config, self.config.layers[-1].has_both
+        ends = [config.hidden_size, config.hidden_size * (1 + has_both)]
+        x, mixed, own, digits = jnp.split(x, [*ends, config.carried_size - config.selected_size], axis=1)
+        return x, Beside(
+            None if config.input_size is None else own,
+            from_digits(digits) if config.selected_size else None,
+            mixed if has_both else None,
+        )
 
     def _all_selected(self, selected: jax.Array | None, positions: jax.Array) -> jax.Array:
         """The keys that the last layer takes, of all tokens; without a selection they see all keys."""
@@ -253,24 +269,13 @@ class Transformer(nnx.Module):
     def last_layer(self, x: jax.Array, cache: LayerMemory, iteration: Iteration) -> LayerOutput:
         """Run x [T, H] through the last layer alone; the tokens' keys and values are in its cache already.
 
-        After x come, along the last axis, the results of a mixer beside attention, the layer's own input, and
-        the keys that an earlier layer selected, in models that have such (`ModelConfig.carried_size`).
-        Of a recurrent layer only what follows the mixer, which has seen the tokens.
+        After x come the values beside it, as `LayersOutput.before_last` has them. Of a recurrent layer only
+        what follows the mixer is run, which has seen the tokens.
         """
         block = self.layers[-1]
         rotation = self._rotation(block.config.rotary, iteration.positions)
-        size, has_both = self.config.hidden_size, block.config.has_both
-        ends = [size, size * (1 + has_both), self.config.carried_size - self.config.selected_size]
-        x, mixed, own, digits = jnp.split(x, ends, axis=1)
-        ctx = iteration.context(
-            block.config,
-            x,
-            cache,
-            rotation,
-            None if self.config.input_size is None else own,
-            mixed=mixed if has_both else None,
-            selected=from_digits(digits) if self.config.selected_size else None,
-        )
+        x, beside = self._apart(x)
+        ctx = iteration.context(block.config, x, cache, rotation, beside)
         return LayerOutput(block(x, ctx), ctx.held, ctx.chosen)
 
     def cross_caches(
