@@ -727,10 +727,11 @@ class EngineConfig(Compiling, ParallelConfig, Sizes):
                 f"speculative is {self.speculative!r}; a draft model does not work with workers or "
                 "worker_processes yet; leave one of the two out, or choose ngram or suffix"
             )
-        if self.draft_head and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
+        if self.eagle3_head is not None and self.pipeline_parallel != 1:
             raise ConfigError(
-                f"speculative is {self.speculative!r}, which reads the states of a model on one device yet; "
-                "leave tensor_parallel and pipeline_parallel at 1, or choose ngram or suffix"
+                f"speculative is {self.speculative!r} and pipeline_parallel is {self.pipeline_parallel}; an "
+                "EAGLE-3 head reads states of layers that several stages have, and none sends them on yet; "
+                "leave pipeline_parallel at 1, or choose mtp, ngram or suffix"
             )
         if self.workers is not None:
             self._refuse_worker_options()

@@ -9,13 +9,19 @@ import numpy as np
 import numpy.typing as npt
 
 from orca_jax.execution.stage_programs import HeadInput
+from orca_jax.iteration.shape import EngineShape
+
+
+def states_shape(width: int, served: EngineShape, n_devices: int) -> tuple[int, ...]:
+    """The shape [n_blocks, n, B, s] of an engine's kept states: each of n devices has a share of each."""
+    return served.n_blocks, n_devices, served.block_size, width // n_devices
 
 
 class ServedStates:
     """A head's way to the states in the served model's cache.
 
     `of_block` [the head's n_blocks] int32 is kept by the head's engine: for each block of the head's cache
-    the served model's block with the same tokens. `shape` [n_blocks, 1, B, s] and `stored` are those of the
+    the served model's block with the same tokens. `shape` (`states_shape`) and `stored` are those of the
     states' array, which `read` returns; until the served model's worker is there, it is None. `place` and
     `of_states` are the shardings of the head's worker.
     """

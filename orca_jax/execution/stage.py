@@ -31,7 +31,7 @@ from orca_jax.execution.matmul_backend import Products
 from orca_jax.execution.programs import Program, ask_ptxas_once
 from orca_jax.execution.routed import Routed
 from orca_jax.execution.sampling import has_native_choice
-from orca_jax.execution.stage_programs import StageModel
+from orca_jax.execution.stage_programs import HeadInput, StageModel
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.iteration.flat_batch import FlatLayout
 from orca_jax.model.kv_cache import LayerMemory
@@ -151,6 +151,11 @@ class Stage:
         self.take = Program(take, key=lambda hidden, at: hidden.shape[0])
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether its cache has the states that a head reads, after all layers' memory."""
+        return self._model.keeps_states
+
+    @property
     def parameters(self) -> Parameters:
         """The weights by name, as the stage was given them."""
         held = jax.tree.map(lambda place: self.weights[place], dict(self.places))
@@ -168,7 +173,8 @@ class Stage:
         self, *arrays: Any, layout: FlatLayout
     ) -> tuple[jax.Array | Last, list[LayerMemory], Routed]:
         """stage_programs.forward on each device; the last stage adds the buffer's SamplerArrays."""
-        specs = (_CACHES, _WHOLE, _WHOLE), (_WHOLE, _CACHES, _WHOLE)
+        arrived = _WHOLE if self._model.config.reads is None else HeadInput._make((_WHOLE, _CACHES, _WHOLE))
+        specs = (_CACHES, arrived, _WHOLE), (_WHOLE, _CACHES, _WHOLE)
         out, caches, routed = self._on_each(stage_programs.forward, *specs)(*arrays, layout=layout)
         if not self.part.last:
             return out, caches, routed
@@ -176,7 +182,7 @@ class Stage:
         return Last(logits, layout.split(arrays[-1]).sampler, hidden), caches, routed
 
     def _on_each(
-        self, compute: Callable[..., Any], in_specs: tuple[P, ...], out_specs: P | tuple[P, ...]
+        self, compute: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: P | tuple[P, ...]
     ) -> Callable[..., Any]:
         """Run `compute` on each of the stage's devices; the specs cover all arrays but the weights."""
 

@@ -75,6 +75,11 @@ class StageModel:
         """The share of the device that runs the program."""
         return self.part.group.shard() if self.by_hand else ALONE
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether the stage writes the states that a head reads: the last one, which has the last layer's."""
+        return self.part.last and bool(self.config.kept_states)
+
     def model(self, weights: Weights) -> Transformer | UserDecoder:
         """The model with these weights."""
         n = self.tree.num_leaves
@@ -104,8 +109,8 @@ class StageModel:
 class HeadInput(NamedTuple):
     """The input of a head's iteration: the newest tokens, and the served model's states.
 
-    `states` [n_blocks, 1, B, s] are in the served model's blocks; its block `of_block[b]` has the tokens of
-    the head's block b.
+    `states` [n_blocks, n, B, s] are in the served model's blocks, in equal shares on n devices; its block
+    `of_block[b]` has the tokens of the head's block b.
     """
 
     last_token: Array  # [n_rows] int32
@@ -135,11 +140,11 @@ def forward(
     batch = layout.split(buffer)
     product = stage.product(batch.row_start[-1:], batch.adapter_of_token)
     layer_inputs = None
-    beside = stage.config.kept_states or stage.config.reads
+    beside = stage.keeps_states or stage.config.reads
     caches, extra = (caches[:-1], caches[-1]) if beside else (caches, None)
     before = None
     if isinstance(arrived, HeadInput):
-        before, arrived = _states_before(arrived, newest_in(extra), batch), arrived.last_token
+        before, arrived = _states_before(arrived, newest_in(extra), batch, shard), arrived.last_token
     if part.first:
         last = arrived.at[batch.last_row].get(mode="clip")
         token_ids = jnp.where(batch.take_last == 1, last, batch.token_ids)
@@ -167,7 +172,7 @@ def forward(
     x, hidden, caches, chosen, kept = model.through(x, caches, iteration)
     if kept is not None:
         assert isinstance(extra, LayerCache)
-        caches = [*caches, write(extra, kept[:, None], None, batch.slot_of_token)]
+        caches = [*caches, write(extra, shard.share(kept)[:, None], None, batch.slot_of_token)]
     routed = packed(chosen, stage.routing, last_apart=stage.last_is_sparse and wanted is not None)
     if not part.last:
         return x, caches, routed
@@ -178,17 +183,19 @@ def forward(
     if stage.config.reads is not None:
         row = SamplerArrays(*batch.sampler).row
         output = model.final_states(x, product) if stage.config.reads.norm_output else x
-        caches = [*caches, newest_state(newest_in(extra).at[row].set(output, mode="drop"))]
+        newest = newest_in(extra).at[row].set(shard.share(output), mode="drop")
+        caches = [*caches, newest_state(newest)]
     return (model.logits(x, shard, product), hidden), caches, routed
 
 
-def _states_before(head: "HeadInput", newest: Array, batch: FlatArrays) -> StatesBefore:
-    """The states before a head's tokens, of which `newest` [n_rows, H] has the head's own."""
+def _states_before(head: HeadInput, newest: Array, batch: FlatArrays, shard: Shard) -> StatesBefore:
+    """The states before a head's tokens; `newest` [n_rows, H] has this device's share of the head's own."""
     block_size = head.states.shape[2]
     block = head.of_block.at[batch.slot_of_token // block_size].get(mode="clip")
     served = head.states.at[block, 0, batch.slot_of_token % block_size].get(mode="clip")
     own = newest.at[batch.last_row].get(mode="clip")
-    return StatesBefore(as_numbers(served), own, batch.take_last == 1)
+    served, own = shard.side_by_side(as_numbers(served)), shard.side_by_side(own)
+    return StatesBefore(served, own, batch.take_last == 1)
 
 
 def _rows(stage: StageModel, layout: FlatLayout, batch: FlatArrays) -> Rows:

@@ -19,7 +19,7 @@ from orca_jax.execution.programs import Program, ToCompile
 from orca_jax.execution.prompt_reads import PromptReader, PromptReads
 from orca_jax.execution.routed import DeviceRouted, Routed, RoutedAgain
 from orca_jax.execution.sampling import DeviceTokens, TokenChooser, row_words
-from orca_jax.execution.served_states import ServedStates
+from orca_jax.execution.served_states import ServedStates, states_shape
 from orca_jax.execution.stage import Last, Stage
 from orca_jax.families.adapters import StackShapes, adaptable, padded_rank, stack_shapes
 from orca_jax.families.model_config import ModelConfig
@@ -209,9 +209,9 @@ class Worker:
         After it comes what is kept for a head, or a head's newest outputs.
         """
         config, shape, beside = self._config, self._shape, list[Any]()
-        if config.kept_states:
-            sizes = {"n_blocks": shape.n_blocks, "block_size": shape.block_size}
-            beside = [state_cache(config.kept_width, **sizes, stored=self.stored, make=make_cache)]
+        if self.stage.keeps_states:
+            of_states = states_shape(config.kept_width, shape, len(self.stage.part.group))
+            beside = [state_cache(make_cache(of_states, np.dtype(self.stored)))]
         elif config.reads is not None:
             beside = [newest_state(make_state((shape.n_rows, config.hidden_size), self._dtype))]
         return [
@@ -257,9 +257,9 @@ class Worker:
 
     @property
     def kept_states(self) -> jax.Array:
-        """The states that a head reads, [n_blocks, 1, B, s]; donated to the next forward pass."""
+        """The states that a head reads (`states_shape`); donated to the next forward pass."""
         states = cache_in(self._caches[-1])
-        assert self._config.kept_states and states is not None
+        assert self.stage.keeps_states and states is not None
         return states.keys
 
     @property

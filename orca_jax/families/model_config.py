@@ -829,6 +829,11 @@ class ModelConfig:
         ConfigError unless the devices can share the query heads, and those of recurrent layers.
         """
         self._check_shares(n_devices)
+        if (self.kept_states or self.reads) and self.hidden_size % n_devices:
+            raise ConfigError(
+                f"tensor_parallel is {n_devices}, which does not divide the {self.hidden_size} numbers of "
+                "the states that a head reads; choose a divisor of both heads and states, or another drafter"
+            )
         stored = {each.n_kv_heads // each.kv_repeats for each in self.attentions}
         repeats = {math.lcm(n, n_devices) // n for n in stored}
         if len(repeats) > 1:

@@ -138,7 +138,7 @@ def loaded_engine(
             config,
             serving,
             model,
-            parameters[0],
+            parameters,
             rooms,
             jnp.dtype(dtype),
             on_program=on_program,
@@ -158,7 +158,7 @@ def loaded_engine(
     )
     drafter = None if loaded is None else loaded.engine
     if loaded is not None:
-        loaded.read(built.workers.workers[0], built.kv)
+        loaded.read(built.workers.workers[-1], built.kv)
     adapters = None
     if serving.max_loras:
         adapters = AdapterLibrary(
@@ -188,7 +188,7 @@ def loaded_engine(
         module=shapes_of_module(found, config, jnp.dtype(dtype)),
     )
     if loaded is not None:
-        memory = MemoryWithDraft(memory, loaded.engine, partial(loaded.share, built.workers.workers[0]))
+        memory = MemoryWithDraft(memory, loaded.engine, partial(loaded.share, built.workers.workers))
     return BuiltEngine(
         engine=built.engine,
         kv=built.kv,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from orca_jax.checkpoint.directory import load_checkpoint
 from orca_jax.config import EngineConfig, Layout, ServingConfig
@@ -19,7 +20,7 @@ from orca_jax.engine_memory import EngineMemory
 from orca_jax.errors import TensorMismatch
 from orca_jax.execution.capacity import check_weights, stage_room
 from orca_jax.execution.programs import OnProgram
-from orca_jax.execution.served_states import ServedStates
+from orca_jax.execution.served_states import ServedStates, states_shape
 from orca_jax.execution.worker import Worker
 from orca_jax.families.hf_config import read_hf_config
 from orca_jax.families.model_config import ModelConfig
@@ -36,11 +37,12 @@ from orca_jax.planning.draft_model import (
     draft_costs,
     draft_memory,
     draft_serving,
+    draft_split,
 )
 from orca_jax.planning.sizes import engine_shape
 from orca_jax.planning.stage_memory import DraftMemory, StageRoom
 from orca_jax.scheduling.kv_manager import KVManager
-from orca_jax.sharding.device_group import device_name
+from orca_jax.sharding.device_group import DeviceGroup, device_name
 from orca_jax.sharding.partition import StagePart, split_model
 from orca_jax.sharding.random_parameters import random_parameters
 from orca_jax.sharding.specs import CACHE_SPEC
@@ -52,7 +54,7 @@ OF_DRAFT = "draft."  # begins the names of the draft model's weights in an updat
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """A draft model on JAX's first device, before its weights are loaded; `memory` is what it will take."""
+    """A draft model on its devices, before its weights are loaded; `memory` is what it will take of each."""
 
     name: str
     model: ModelConfig
@@ -64,18 +66,22 @@ class DraftPlace:
 def draft_place(name: str, model: ModelConfig, config: EngineConfig, dtype: jnp.dtype) -> DraftPlace:
     """The place of a draft model. Raises ConfigError for a model that cannot draft or does not fit."""
     check_draft_model(name, model)
-    (part,) = split_model(model, jax.devices()[:1])
-    model = model.for_devices(1)
-    check_weights(model, dtype.itemsize, part, n_devices=1)
-    room = stage_room(model, dtype, part, n_devices=1, block_size=config.block_size)
+    split, devices = draft_split(model, config), jax.devices()
+    if model.reads is not None:
+        devices = devices[config.n_devices - split.tensor_parallel :]
+    (part,) = split_model(model, devices, split)
+    model, n_devices = model.for_devices(len(part.group)), len(part.group)
+    check_weights(model, dtype.itemsize, part, n_devices=n_devices)
+    room = stage_room(model, dtype, part, n_devices=n_devices, block_size=config.block_size)
     return DraftPlace(name, model, part, room, draft_memory(model, config, room))
 
 
 class LoadedDraft(NamedTuple):
-    """A draft model's engine and weights, and a head's way to the states that it reads."""
+    """A draft model's engine, weights and devices, and a head's way to the states that it reads."""
 
     engine: DraftEngine
     memory: LocalMemory
+    group: DeviceGroup
     states: ServedStates | None
 
     def read(self, served: Worker, kv: KVManager) -> None:
@@ -84,10 +90,11 @@ class LoadedDraft(NamedTuple):
             self.states.read = lambda: served.kept_states
             self.engine.served = ServedCache(kv, self.states.of_block)
 
-    def share(self, served: Worker) -> None:
-        """Let a head have the weights of the served model's worker that it shares."""
+    def share(self, served: Sequence[Worker]) -> None:
+        """Let a head have the weights that it shares, of the served model's workers."""
         for name in shared_weights(self.engine.model):
-            self.memory.share(name, served)
+            weight = _last(name, [worker.stage.parameters for worker in served])
+            self.memory.share(name, _on_devices(weight, self.group))
 
 
 def local_draft_engine(
@@ -96,7 +103,7 @@ def local_draft_engine(
     config: EngineConfig,
     serving: ServingConfig,
     served: ModelConfig,
-    parameters: Parameters,
+    parameters: Sequence[Parameters],
     rooms: Sequence[StageRoom],
     dtype: jnp.dtype,
     *,
@@ -104,12 +111,13 @@ def local_draft_engine(
 ) -> LoadedDraft:
     """Load the draft model `found`, beside the model `served` with these sizes on these stages.
 
-    `parameters` are the weights of the served model's first stage. Raises a CheckpointError.
+    `parameters` are the weights of the served model's stages. Raises a CheckpointError.
     """
     model, part = place.model, place.part
     sizes = draft_serving(serving, n_slots=serving.n_slots, prefix_caching=serving.scheduling.prefix_caching)
     weights, worker = _weights(found, model, served, part, config, dtype), None
-    weights = {**{name: parameters[name] for name in shared_weights(model)}, **weights}
+    shared = {name: _on_devices(_last(name, parameters), part.group) for name in shared_weights(model)}
+    weights = {**shared, **weights}
     if model.reads is not None:
         worker = _head_worker(model, weights, sizes, part, config, engine_shape(served, serving, n_workers=1))
     built = build_engine(
@@ -131,7 +139,24 @@ def local_draft_engine(
         costs=draft_costs(sizes, model, place.room, served, rooms, device=device),
         memory=memory,
     )
-    return LoadedDraft(engine, memory, None if worker is None else worker.states)
+    return LoadedDraft(engine, memory, part.group, None if worker is None else worker.states)
+
+
+def _last(name: str, stages: Sequence[Parameters]) -> Any:
+    """The weight on the last of the stages that has it: a head is there."""
+    return next(parameters[name] for parameters in reversed(stages) if name in parameters)
+
+
+def _on_devices(weight: Any, group: DeviceGroup) -> Any:
+    """The weight's arrays, split the same way over the devices of `group`."""
+
+    def put(array: jax.Array) -> jax.Array:
+        split = array.sharding
+        return jax.device_put(
+            array, group.place(split.spec) if isinstance(split, NamedSharding) else group.place()
+        )
+
+    return jax.tree.map(put, weight)
 
 
 def _head_worker(
@@ -148,7 +173,7 @@ def _head_worker(
     worker = Worker(model, weights, shape, part, caches=not config.compile_ahead)
     worker.states = ServedStates(
         np.zeros(shape.n_blocks, np.int32),
-        (served.n_blocks, 1, served.block_size, reads.width),
+        states_shape(reads.width, served, len(part.group)),
         worker.stored,
         place=part.group.place(),
         of_states=part.group.place(CACHE_SPEC),

@@ -180,7 +180,7 @@ def chosen_sizes(
 ) -> tuple[ServingConfig, Sequence[StageRoom]]:
     """The sizes of an engine of these stages: those in `sizes`, and defaults that fit for the rest.
 
-    `draft` is the memory of a draft model on the first stage's first device; the other arguments are as in
+    `draft` is the memory of a draft model, on the devices of `draft_split`; the other arguments are as in
     `stage_room`. Also returns the stages' memory. Raises ConfigError if `sizes` do not fit.
     """
     rooms = [

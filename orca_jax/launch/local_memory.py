@@ -140,12 +140,12 @@ class LocalMemory:
             self._has_caches = True
         give_back()  # the copies of weights in host memory
 
-    def share(self, name: str, served: Worker) -> None:
-        """Hold another worker's weight in place of one's own.
+    def share(self, name: str, weight: Any) -> None:
+        """Hold another engine's weight in place of one's own.
 
-        While that worker has it in host memory nothing is done; another call must follow `restore`.
+        While that engine has it in host memory it is empty, and nothing is done; another call must follow
+        `restore`.
         """
-        weight = served.stage.parameters[name]
         for stage in self._stages_of(name):
             if jax.tree.leaves(weight):
                 stage.replace(name, weight)

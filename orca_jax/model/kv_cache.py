@@ -123,9 +123,9 @@ def newest_in(memory: LayerMemory | None) -> jax.Array:
     return memory[_NEWEST]
 
 
-def state_cache(width: int, *, n_blocks: int, block_size: int, stored: Any, make: Make) -> LayerCache:
-    """The cache of the states of `width` elements that a head reads: keys of one head, without values."""
-    return LayerCache(make((n_blocks, 1, block_size, width), np.dtype(stored)), None)
+def state_cache(states: Any) -> LayerCache:
+    """The cache of the states that a head reads [n_blocks, n, B, s]: keys, with a head for each share."""
+    return LayerCache(states, None)
 
 
 def dtype_on_cpu(dtype: Any) -> np.dtype[Any]:

@@ -56,5 +56,12 @@ class Shard:
     joined: Callable[[jax.Array], jax.Array] = _unchanged
     exchange: TokenExchange | None = None
 
+    def share(self, x: jax.Array) -> jax.Array:
+        """Take this part's share of x along the last axis; `side_by_side` puts all shares together again."""
+        if self.n == 1:
+            return x
+        size = x.shape[-1] // self.n
+        return jax.lax.dynamic_slice_in_dim(x, self.index * size, size, axis=x.ndim - 1)
+
 
 ALONE = Shard()

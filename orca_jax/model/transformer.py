@@ -260,9 +260,9 @@ class Transformer(nnx.Module):
 
     def _kept(self, inputs: Mapping[int, jax.Array], x: jax.Array) -> jax.Array | None:
         """The states that a head reads [T, s], from layers' `inputs` and the last layer's output x."""
-        if not self.config.kept_states:
-            return None
         n_layers = self.config.n_layers
+        if not self.config.kept_states or self.first_layer + len(self.layers) != n_layers:
+            return None
         states = [self.final_states(x) if i == n_layers else inputs[i] for i in self.config.kept_states]
         return jnp.concatenate(states, axis=1)
 

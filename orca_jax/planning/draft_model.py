@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from orca_jax.config import SchedulingConfig, ServingConfig, Sizes
+from orca_jax.config import ParallelConfig, SchedulingConfig, ServingConfig, Sizes
 from orca_jax.errors import ConfigError
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.planning.cost_model import IterationShape, operations
@@ -26,6 +26,16 @@ def check_draft_model(name: str, model: ModelConfig) -> None:
         raise ConfigError(f"the draft model {name} has {part}, and cannot draft yet; choose another")
 
 
+def draft_split(model: ModelConfig, served: ParallelConfig) -> ParallelConfig:
+    """The split of a draft model beside a model that is `served` so.
+
+    A head is on the last stage's devices, split as the stage's layers, for it reads states that are there.
+    Another draft model is on the first stage's first device.
+    """
+    n_devices = served.tensor_parallel if model.reads else 1
+    return ParallelConfig(tensor_parallel=n_devices, expert_exchange=served.expert_exchange)
+
+
 def draft_serving(serving: Sizes | ServingConfig, *, n_slots: int, prefix_caching: bool) -> ServingConfig:
     """The sizes of a draft model's engine beside one of these sizes. It has few buckets: each is compiled."""
     return ServingConfig(
@@ -39,15 +49,18 @@ def draft_serving(serving: Sizes | ServingConfig, *, n_slots: int, prefix_cachin
 
 
 def draft_memory(model: ModelConfig, requested: Sizes, room: StageRoom) -> DraftMemory:
-    """The memory of a draft model that has the device of `room` to itself."""
+    """The memory of a draft model that has the devices of `room` to itself."""
     serving = draft_serving(requested, n_slots=requested.block_size, prefix_caching=False)
     memory = room.memory(model, engine_shape(model, serving, n_workers=1))
-    return DraftMemory(weights=memory.weights, fixed=memory.fixed, slot=memory.slot)
+    head = model.reads is not None
+    return DraftMemory(weights=memory.weights, fixed=memory.fixed, slot=memory.slot, head=head)
 
 
 def with_draft(rooms: Sequence[StageRoom], memory: DraftMemory) -> list[StageRoom]:
-    """The stages' memory if a draft model shares the first stage's first device."""
-    return [replace(rooms[0], draft=memory), *rooms[1:]]
+    """The stages' memory if a draft model shares the devices of one of them (`draft_split`)."""
+    rooms, at = list(rooms), -1 if memory.head else 0
+    rooms[at] = replace(rooms[at], draft=memory)
+    return rooms
 
 
 def draft_costs(

@@ -24,7 +24,7 @@ from orca_jax.planning.cost_model import (
     operations,
 )
 from orca_jax.planning.device_traffic import hop_bytes, shared_bytes
-from orca_jax.planning.draft_model import check_draft_model, draft_memory, with_draft
+from orca_jax.planning.draft_model import check_draft_model, draft_memory, draft_split, with_draft
 from orca_jax.planning.expert_exchange import ExchangeRule
 from orca_jax.planning.known_devices import CPU, MEMORY_FRACTION, MODEST_KV_BYTES, KnownDevice
 from orca_jax.planning.sizes import batch_tokens, engine_shape, request_slots, serving_config
@@ -44,7 +44,7 @@ class PlanTarget:
 
     The floors assume that a request has `context` tokens in the cache on average, and as many encoder tokens
     in a model with an encoder. `temporaries` is XLA's figure for each stage in bytes per device, if XLA was
-    asked. `draft` is a draft model, on the first stage's first device. Raises ConfigError if invalid.
+    asked. `draft` is a draft model (`draft_split` says on which devices). Raises ConfigError if invalid.
     """
 
     config: ModelConfig
@@ -139,14 +139,15 @@ class PlanTarget:
         return rooms if self.draft is None else with_draft(rooms, self._draft_memory(self.draft))
 
     def _draft_memory(self, draft: ModelConfig) -> DraftMemory:
+        n_devices = draft_split(draft, self.parallel).tensor_parallel
         alone = StageRoom(
             layers=range(draft.n_layers),
-            n_devices=1,
+            n_devices=n_devices,
             itemsize=self.itemsize,
             attention=self._attention(draft),
             free=self.budget,
         )
-        return draft_memory(draft.for_devices(1), self.sizes, alone)
+        return draft_memory(draft.for_devices(n_devices), self.sizes, alone)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

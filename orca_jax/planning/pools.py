@@ -56,7 +56,10 @@ def plan_pool(plan: Plan, role: PoolRole, n_output: int) -> PoolPlan:
     begun = 1.0 / iteration_floor(target, "prefill", 1).interval
     slot = sum(stage.memory.slot for stage in plan.stages) * target.parallel.tensor_parallel
     keys_and_values = slot * target.context
-    each_device = [state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages]
+    each_device = [
+        state_bytes(target.model, stage.layers, target.parallel.tensor_parallel, target.itemsize)
+        for stage in plan.stages
+    ]
     state = sum(each_device) * target.parallel.tensor_parallel
     prompt = keys_and_values + state
     # Up to half of a host tier is for states.

@@ -101,7 +101,7 @@ class StageRoom:
             temporaries = temporary_bytes(
                 config, layers, n_devices, shape, itemsize=itemsize, attention=self.attention
             )
-        state = state_bytes(config, layers, itemsize)
+        state = state_bytes(config, layers, n_devices, itemsize)
         return StageMemory(
             weights=stage_bytes(config, layers, n_devices, itemsize),
             tables=table_bytes(config, layers, shape.n_rows),
@@ -141,34 +141,36 @@ class StageRoom:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftMemory:
-    """A draft model's bytes on the device that it shares with a stage: it has as many slots as the engine.
+    """A draft model's bytes on each device that it shares with a stage: it has as many slots as the engine.
 
-    `fixed` is everything but its KV cache, `weights` among it.
+    `fixed` is everything but its KV cache, `weights` among it. A `head` is with the last stage.
     """
 
     weights: int
     fixed: int
     slot: int
+    head: bool = False
 
 
 def slot_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
     """Bytes of one slot on each device: keys and values of its heads in these layers (ORCA 4.2).
 
     Recurrent layers have none. A stage of recurrent layers alone has slots of no size. The states that a head
-    reads are in slots too.
+    reads are in the last stage's slots too.
     """
     kinds = [config.layers[i].attention for i in layers]
     own = sum(kind.cached_bytes(itemsize) // n_devices for kind in kinds if kind is not None)
-    return own + config.kept_width * itemsize
+    kept = config.kept_width // n_devices if layers.stop == config.n_layers else 0
+    return own + kept * itemsize
 
 
-def state_bytes(config: ModelConfig, layers: range, itemsize: int) -> int:
-    """Bytes of one request's states in these layers' recurrences, whatever its length.
+def state_bytes(config: ModelConfig, layers: range, n_devices: int, itemsize: int) -> int:
+    """Bytes of one request's states on each device, in these layers' recurrences, whatever its length.
 
     A head keeps its newest output for each row, from which it goes on.
     """
     kinds = [config.layers[i].recurrence for i in layers]
-    newest = 0 if config.reads is None else config.hidden_size * itemsize
+    newest = 0 if config.reads is None else config.hidden_size // n_devices * itemsize
     return newest + sum(state_bytes_of_layer(kind, itemsize) for kind in kinds if kind is not None)
 
 

@@ -206,8 +206,9 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
             f"{target.parallel.tensor_parallel} devices of a stage has its own"
         )
     if target.model.has_state:
-        own = [state_bytes(target.model, stage.layers, target.itemsize) for stage in plan.stages]
-        share = " on each device of its stages" if target.parallel.tensor_parallel > 1 else ""
+        n_devices = target.parallel.tensor_parallel
+        own = [state_bytes(target.model, stage.layers, n_devices, target.itemsize) for stage in plan.stages]
+        share = " on each device of its stages" if n_devices > 1 else ""
         of_drafts = sum(stage.memory.draft_states for stage in plan.stages)
         drafts = f", {of_drafts / _MIB:,.1f} MiB for states after drafts" if of_drafts else ""
         console.out(
@@ -217,7 +218,7 @@ def _show(name: str, plan: Plan, why_arithmetic: str) -> None:
             f"{sum(stage.memory.snapshots for stage in plan.stages) / _MIB:,.1f} MiB for "
             f"{plan.serving.n_snapshots:,} snapshots in the prefix cache, besides the table below"
         )
-    draft = plan.stages[0].draft
+    draft = next((stage.draft for stage in plan.stages if stage.draft is not None), None)
     if draft is not None:
         console.out(
             f"Draft model: {draft.weights / _GIB:.2f} GiB of weights, "

@@ -94,12 +94,20 @@ def test_logits_of_the_published_formula(tmp_path: Path, name: str) -> None:
                 np.testing.assert_allclose(found, expected[-1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.matrix(but=["n_slots"])
+SPLIT = [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"tensor_parallel": 2, "pipeline_parallel": 2}]
+
+
+@pytest.mark.matrix(but=["n_slots", "both"])
 @pytest.mark.parametrize(
-    "options", [{}, {"n_slots": 160}, {"prefix_caching": False}], ids=["all", "n_slots", "not-shared"]
+    "options",
+    [{}, {"n_slots": 160}, {"prefix_caching": False}, *SPLIT],
+    ids=["all", "n_slots", "not-shared", "parts", "stages", "both"],
 )
 def test_tokens_are_those_without_drafts(tmp_path: Path, options: dict[str, Any]) -> None:
-    """With room for all requests, with too little of it for those that are admitted, and without sharing."""
+    """With room for all requests, with too little of it for those that are admitted, and without sharing.
+
+    And on several devices.
+    """
     directory = written(tmp_path, DEEPSEEK, knowing(with_next_layer(DEEPSEEK)))
     assert_same_results(directory, "mtp", **options)
 
@@ -159,12 +167,14 @@ def reading_states(tensors: Tensors, seed: int = 1) -> Tensors:
     return made
 
 
-def test_a_head_that_knows_the_state_is_always_right(tmp_path: Path) -> None:
+@pytest.mark.matrix(but=["one", "both"])
+@pytest.mark.parametrize("split", [{}, *SPLIT], ids=["one", "parts", "stages", "both"])
+def test_a_head_that_knows_the_state_is_always_right(tmp_path: Path, split: dict[str, int]) -> None:
     """In prompts that begin alike, over several iterations, with many requests together, and new weights."""
     tensors = with_next_layer(DEEPSEEK)
     directory = written(tmp_path, DEEPSEEK, reading_states(tensors))
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    with LLM(directory, speculative="mtp", speculative_tokens=1, **SIZES) as llm:
+    with LLM(directory, speculative="mtp", speculative_tokens=1, **split, **SIZES) as llm:
         made = llm.service.speculation
         assert made is not None
         found = llm.generate([[*PREFIX, i] for i in range(6)], [params] * 6)
@@ -186,5 +196,5 @@ def test_what_has_no_head_is_refused(tmp_path: Path) -> None:
         LLM(DIRECTORY / "qwen3-tied", speculative="mtp", **SIZES)
     with pytest.raises(ConfigError, match="a draft model does not work with workers or worker_processes yet"):
         EngineConfig(worker_processes=True, speculative="mtp")
-    with pytest.raises(ConfigError, match="leave tensor_parallel and pipeline_parallel at 1"):
-        EngineConfig(tensor_parallel=2, speculative="mtp")
+    with pytest.raises(ConfigError, match="leave pipeline_parallel at 1, or choose mtp"):
+        EngineConfig(pipeline_parallel=2, speculative="eagle3:head")
