@@ -152,9 +152,8 @@ def _on_devices(weight: Any, group: DeviceGroup) -> Any:
 
     def put(array: jax.Array) -> jax.Array:
         split = array.sharding
-        return jax.device_put(
-            array, group.place(split.spec) if isinstance(split, NamedSharding) else group.place()
-        )
+        place = group.place(split.spec) if isinstance(split, NamedSharding) else group.place()
+        return array if place == split else jax.device_put(array, place)
 
     return jax.tree.map(put, weight)
 

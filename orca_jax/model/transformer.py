@@ -327,7 +327,8 @@ class Transformer(nnx.Module):
         logits = product.in_float32(x, head)
         if self.head_bias is not None:
             logits = logits + self.head_bias[...]
-        logits = shard.side_by_side(logits)[:, : self.config.vocab_size]
+        if self.head_offsets is None:  # the few tokens that a head drafts are not split over devices
+            logits = shard.side_by_side(logits)[:, : self.config.vocab_size]
         if self.config.logit_multiplier != 1.0:
             logits = logits * self.config.logit_multiplier
         return self._of_all_tokens(soft_cap(logits, self.config.logit_soft_cap))

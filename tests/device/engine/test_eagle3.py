@@ -440,11 +440,13 @@ SMALL: Mapping[str, dict[str, Any]] = {"llama": {}, "hybrid": {"block_size": 2}}
 
 @pytest.mark.matrix(but=["llama-n_slots", "hybrid-n_slots"])
 @pytest.mark.parametrize(
-    "options", [{}, {"n_slots": 160}, {"prefix_caching": False}], ids=["all", "n_slots", "not-shared"]
+    "options",
+    [{}, {"n_slots": 160}, {"prefix_caching": False}, {"tensor_parallel": 2}],
+    ids=["all", "n_slots", "not-shared", "parts"],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_without_drafts(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    """With room for all requests, with too little of it for those that are admitted, and without sharing."""
+    """With room for all requests, too little of it for those that are admitted, no sharing, and split."""
     directory = write_checkpoint(tmp_path / "served", KINDS[kind], knowing_served(kind, others=0.003))
     head = knowing_head().written(tmp_path / "head")
     assert_same_results(directory, f"eagle3:{head}", **options, **SMALL[kind])
@@ -472,13 +474,18 @@ def test_drawn_policies_change_no_result(tmp_path: Path, kind: str, n_examples: 
     assert_drawn_policies_change_no_result(directory, f"eagle3:{head}", n_examples, **SMALL[kind])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_head_that_knows_is_always_right(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [*((kind, {}) for kind in KINDS), *((kind, {"tensor_parallel": 2}) for kind in KINDS)],
+    ids=["llama", "hybrid", "llama-parts", "hybrid-parts"],
+)
+@pytest.mark.matrix(but=["llama", "hybrid", "llama-parts"])
+def test_a_head_that_knows_is_always_right(tmp_path: Path, kind: str, split: dict[str, Any]) -> None:
     """In prompts that begin alike, several drafts deep, with many requests together, and new weights."""
     directory = write_checkpoint(tmp_path / "served", KINDS[kind], knowing_served(kind))
     head = knowing_head().written(tmp_path / "head")
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    sizes = SIZES | SMALL[kind]
+    sizes = SIZES | SMALL[kind] | split
     with LLM(directory, speculative=f"eagle3:{head}", speculative_tokens=3, **sizes) as llm:
         made = llm.service.speculation
         assert made is not None

@@ -314,21 +314,31 @@ def test_drawn_policies_change_no_result(tmp_path: Path, n_examples: int) -> Non
     assert_drawn_policies_change_no_result(directory, "mtp", n_examples, **SMALL_BLOCKS)
 
 
-@pytest.mark.parametrize("name", [NEXT, TIED])
-def test_embedding_and_head_are_the_served_models(tmp_path: Path, name: str) -> None:
-    """One array on the device for both, also after new weights and sleep."""
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [(NEXT, {}), (TIED, {}), (NEXT, {"tensor_parallel": 2}), (NEXT, {"pipeline_parallel": 2})],
+    ids=["next", "tied", "parts", "stages"],
+)
+@pytest.mark.matrix(but=["next", "tied", "stages"])
+def test_embedding_and_head_are_the_served_models(tmp_path: Path, name: str, split: dict[str, Any]) -> None:
+    """One array on the device for both, also after new weights and sleep; a copy from another stage."""
     directory = written(tmp_path, name, with_mtp(name))
     other = {each: value + np.float32(0.1) for each, value in with_mtp(name, seed=4).items()}
     shared = [TOKEN_EMBEDDING] if name == TIED else [TOKEN_EMBEDDING, HEAD]
-    with LLM(directory, speculative="mtp", **SIZES) as llm:
+    with LLM(directory, speculative="mtp", **split, **SIZES) as llm:
         (worker,) = head_workers(llm).workers
         engine: Any = llm.service.scheduler.engine
-        served = engine._workers.workers[0]
+        first, *_, last = [*engine._workers.workers] * 2
 
         def are_one() -> bool:
-            of_head, of_served = worker.stage.parameters, served.stage.parameters
-            assert (HEAD in of_head) is (HEAD in of_served) is (name != TIED)
-            return all(of_head[each] is of_served[each] for each in shared)
+            of_head, of_first = worker.stage.parameters, first.stage.parameters
+            of_last = last.stage.parameters
+            assert (HEAD in of_head) is (HEAD in of_last) is (name != TIED)
+            if TOKEN_EMBEDDING in of_last:
+                return all(of_head[each] is of_last[each] for each in shared)
+            copied, own = of_head[TOKEN_EMBEDDING], of_first[TOKEN_EMBEDDING]
+            assert copied.devices() == of_last[HEAD].devices() != own.devices()
+            return of_head[HEAD] is of_last[HEAD] and np.array_equal(copied, own)
 
         assert are_one()
         before = np.asarray(worker.stage.parameters[shared[-1]])

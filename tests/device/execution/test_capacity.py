@@ -44,8 +44,11 @@ def bytes_on(device: Any, arrays: object) -> int:
 
 @pytest.mark.parametrize(
     "model",
-    [TIED, UNTIED, PROJECTED, TIED.with_kv_code("int8"), UNTIED.with_kv_code("fp8")],
-    ids=["tied", "untied", "projected", "int8 cache", "fp8 cache"],
+    [
+        *(TIED, UNTIED, PROJECTED, TIED.with_kv_code("int8"), UNTIED.with_kv_code("fp8")),
+        replace(TIED, kept_states=(1, 3)),
+    ],
+    ids=["tied", "untied", "projected", "int8 cache", "fp8 cache", "states for a head"],
 )
 @pytest.mark.parametrize(("n_stages", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_an_engine_allocates_the_planned_memory(model: ModelConfig, n_stages: int, tensor: int) -> None:
