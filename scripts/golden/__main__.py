@@ -23,6 +23,7 @@ KINDS = {
     "fp8": "a matrix in FP8, and dequantised",
     "linear_attention": "results and states of the gated delta rule and of Mamba-2",
     "compressed": "matrices of compressed-tensors, unpacked by its own package",
+    "gguf_types": "blocks of GGUF's types, unpacked by the package gguf",
     "unigram": "a tokenizer that SentencePiece trains, and its tokens of some texts",
     "processors": "results of logits processors on random logits",
     "text_parts": "models of text and images, and their tokens for texts",

@@ -195,6 +195,17 @@ def test_the_numbers_of_a_block(kind: str, block: bytes, expected: list[float]) 
     np.testing.assert_array_equal(unpacked(kind, planes)[0], np.array(expected, np.float32))
 
 
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+def test_raw_bytes_as_the_gguf_package_unpacks_them(kind: str) -> None:
+    """To the bit. The file, with the package's own numbers, is of scripts/golden/gguf_types.py."""
+    with np.load(DIRECTORY / "gguf_types.npz") as file:
+        blocks, expected = file[kind], file[f"{kind}."]
+    assert np.ptp(blocks) == 255 and expected.dtype == np.float32
+    np.testing.assert_array_equal(unpacked(kind, split(kind, blocks)), expected)
+    together = unpacked(kind, split(kind, blocks.reshape(2, -1)))  # blocks of two rows
+    np.testing.assert_array_equal(together, expected.reshape(2, -1))
+
+
 def _dense(values: Any, shape: tuple[int, ...]) -> np.ndarray:
     """The numbers of a weight, packed or not."""
     if isinstance(values, JoinedWeight):

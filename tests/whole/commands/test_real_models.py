@@ -8,17 +8,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from orca_jax import LLM, SamplingParams
-from orca_jax.checkpoint.directory import find_parameters
+from orca_jax.checkpoint.directory import find_parameters, load_checkpoint
 from orca_jax.checkpoint.shard_reader import Box, Parts, Source
 from orca_jax.errors import TokenOutOfRange
 from orca_jax.execution import matmul_backend
 from orca_jax.families.packed_form import PackedForm
-from orca_jax.families.parameters import parameter_table
+from orca_jax.families.parameters import parameter_table, stage_bytes
 from orca_jax.request.chat.template_files import load_chat_template
 
 _PLACE = os.environ.get("ORCA_REAL_MODELS", "")
@@ -74,6 +75,16 @@ def test_a_gguf_file_as_it_is_served(name: str) -> None:
     """Even with rounded activations, tokens are transformers' wherever the choice is clear."""
     with _loaded(Path(_PLACE) / name / "model.gguf") as llm:
         assert _assert_same_tokens(llm, rows_of(name), margin=0.5) >= 50
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
+def test_weights_in_memory_are_hardly_more_than_the_file(name: str) -> None:
+    """With shared embeddings and dense vectors; and `orca plan` counts the same bytes."""
+    path = Path(_PLACE) / name / "model.gguf"
+    given = load_checkpoint(path, dtype=np.float32)
+    n_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(given.parameters))
+    assert 0.9 * path.stat().st_size < n_bytes < 1.1 * path.stat().st_size
+    assert n_bytes == stage_bytes(given.config, range(given.config.n_layers), 1, 4)
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
