@@ -13,8 +13,7 @@
 
 #include "packed_panel.h"
 
-/* Vectors of outputs that are computed together, and tokens whose sums for them stay in registers. */
-#define STRIPS 2
+/* Tokens whose sums for STRIPS vectors of outputs stay in registers. */
 #define AT_ONCE (LANES == 16 ? 12 : 6)
 
 /* Whether one token alone takes codes from their rows (multiply_rows): another order of sums, and no panel. */

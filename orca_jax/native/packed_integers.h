@@ -15,8 +15,6 @@
 /* Tokens whose sums stay in registers, with as many integer sums and the factors. */
 #define AT_ONCE (LANES == 16 ? 12 : 4)
 
-#define STRIPS 1 /* vectors of outputs that are computed together */
-
 /* Whether one token alone takes codes from their rows (multiply_rows). Codes of four or five bits gain nothing. */
 #define BY_ROWS (CODE == 8 || HIGH == 2)
 
@@ -117,20 +115,24 @@ INLINE ivec add_fours(ivec sums, ivec codes, ivec x) {
 
 _Static_assert(!HAS_MINS && SCALED == RUN, "one scale a row");
 
-/* Adds a panel's n_runs runs to the sums of n tokens, which are integers; n is a constant to the compiler. */
-INLINE void multiply(const Panel *panel, const Run *runs, size_t n_runs, vec *sums, const int n) {
-  ivec ints[AT_ONCE];
-  UNROLL for (int t = 0; t < n; t++) ints[t] = (ivec)sums[t];
+/* Adds panels' n_runs runs to the sums [n][STRIPS] of n tokens, which are integers; n is a constant to the compiler. */
+INLINE void multiply(const Panel *panels, const Run *runs, size_t n_runs, vec *sums, const int n) {
+  ivec ints[AT_ONCE * STRIPS];
+  UNROLL for (int i = 0; i < n * STRIPS; i++) ints[i] = (ivec)sums[i];
   for (size_t run = 0; run < n_runs; run++, runs += n)
     UNROLL for (int i = 0; i < RUN / 4; i++) {
-      const ivec four = panel->codes[run * (RUN / 4) + i];
+      ivec fours[STRIPS];
+      UNROLL for (int s = 0; s < STRIPS; s++) fours[s] = panels[s].codes[run * (RUN / 4) + i];
       UNROLL for (int t = 0; t < n; t++) {
         int32_t x;
         memcpy(&x, runs[t].rounded + 4 * i, sizeof x);
-        ints[t] = add_fours(ints[t], four, all_ints(x));
+        UNROLL for (int s = 0; s < STRIPS; s++) {
+          ivec *to = ints + t * STRIPS + s;
+          *to = add_fours(*to, fours[s], all_ints(x));
+        }
       }
     }
-  UNROLL for (int t = 0; t < n; t++) sums[t] = (vec)ints[t];
+  UNROLL for (int i = 0; i < n * STRIPS; i++) sums[i] = (vec)ints[i];
 }
 
 /* Adds what a token's run gives, of which `ints` are the integer products, to the token's total. */

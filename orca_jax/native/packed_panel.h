@@ -54,10 +54,13 @@
 #error "packed weights need a processor with AVX-512 BW and VL, or with AVX2"
 #endif
 
+/* Vectors of outputs that are computed together. Two halve the loads of x, where registers have room for their sums. */
+#define STRIPS (FLOATS || (TOKEN_SCALE && VNNI && LANES == 16) ? 2 : 1)
+
 #define RUN 32       /* inputs of x with a scale, and those whose nibbles are 16 bytes */
 #define SUPER 256    /* inputs with a super scale */
 #ifndef PANEL_INPUTS /* a multiple of SUPER; tests set it lower */
-#define PANEL_INPUTS 1024
+#define PANEL_INPUTS (TOKEN_SCALE ? 768 : 1024)
 #endif
 /* Inputs of a panel of floats or of pairs: two panels, and x of some tokens, stay in the first cache. */
 #define FLOAT_INPUTS ((PAIRS ? 4096 : 2048) / LANES)
@@ -126,10 +129,10 @@ INLINE const uint8_t *next_row(const uint8_t *row, size_t stride) {
 }
 
 /* Makes `tile` the dwords `j`, `j` + 1, ... of LANES rows that are `stride` bytes apart and have n dwords; the same
- * dwords of the next rows are prefetched. */
+ * dwords of the rows that are unpacked after the panels' products are prefetched. */
 INLINE void dwords_of_rows(const uint8_t *from, size_t stride, size_t j, size_t n, vec tile[LANES]) {
   const uint8_t *row = from + 4 * j;
-  const size_t ahead = LANES * stride;
+  const size_t ahead = STRIPS * LANES * stride;
   UNROLL for (int i = 0; i < LANES; i++, row = next_row(row, stride)) {
     if (LANES == 16 || j % 16 == 0) __builtin_prefetch(row + ahead, 0, 2);
     tile[i] = (vec)dwords_at(row, n - j);

@@ -165,6 +165,9 @@ static void strip(const Product *p, size_t out, size_t first, size_t end) {
     for (int i = 0; i < STRIPS; i++) unpack_codes(&p->weight, outs[i], k, n, panels + i);
     for (size_t token = first, some; token < end; token += some) {
       some = least(AT_ONCE, end - token);
+      if (k + n == p->n_in) /* y is in no near cache, and stores would wait for it */
+        for (size_t t = token; t < token + some; t++)
+          for (int i = 0; i < STRIPS; i++) __builtin_prefetch(p->y + t * p->n_out + outs[i], 1, 2);
       multiply_by[some](panels, p->runs + token * n_runs + k / RUN * some, n / RUN, sums + (token - first) * STRIPS);
     }
   }
