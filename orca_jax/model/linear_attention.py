@@ -55,11 +55,17 @@ def linear_attention(x: Heads, state: jax.Array, rows: Rows) -> tuple[jax.Array,
     if done is not None:
         return done
     grouped = _grouped(x)
-    cpu, default = (_steps_in_place, _steps_at_once) if rows.one_each else (_chunks_in_turn, _chunks_at_once)
-    if rows.kept is not None:
-        default = partial(_drafts_at_once, most=rows.kept.most)
     by_group = state.reshape(len(state), *grouped.v.shape[1:3], *state.shape[2:])
-    out, by_group = lax.platform_dependent(grouped, by_group, table, cpu=cpu, default=default)
+    if rows.one_each:
+        out, by_group = _steps_at_once(grouped, by_group, table)
+    else:
+        default = _chunks_at_once
+        if rows.kept is not None:
+            default = partial(_drafts_at_once, most=rows.kept.most)
+        # A CPU without the native kernel computes no padded chunks, which a batch of one prompt and many
+        # decodes is full of.
+        cpu = _chunks_in_turn
+        out, by_group = lax.platform_dependent(grouped, by_group, table, cpu=cpu, default=default)
     return out.reshape(x.v.shape), by_group.reshape(state.shape)
 
 
@@ -113,12 +119,6 @@ def _chunk(x: _Inputs, state: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _steps_at_once(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:
     out, new = _step(x, table.carried(state))
     return out, table.replaced(state, new)
-
-
-def _steps_in_place(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:
-    """_steps_at_once row by row, for CPUs: each row's state is read and written once, in place."""
-    every = jnp.arange(len(x.q))
-    return _walked(x, (jnp.zeros_like(x.v), state), table, size=1, first=every, n_chunks=table.length)
 
 
 def _chunks_in_turn(x: _Inputs, state: jax.Array, table: RowTable) -> tuple[jax.Array, jax.Array]:

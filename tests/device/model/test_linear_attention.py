@@ -169,7 +169,7 @@ def test_the_state_after_each_token_of_a_drafted_row_is_kept(
     assert np.array_equal(np.asarray(after)[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("form", ["", "_steps_at_once", NATIVE])
+@pytest.mark.parametrize("form", ["", NATIVE])
 @pytest.mark.parametrize("delta", [True, False], ids=["delta rule", "state space"])
 def test_a_batch_of_decodes_takes_one_step_for_each_row(delta: bool, form: str) -> None:
     n_rows = 8
