@@ -2,7 +2,8 @@
 
 import asyncio
 import multiprocessing
-from collections.abc import Callable, Coroutine
+import os
+from collections.abc import Callable, Collection, Coroutine
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
@@ -13,13 +14,13 @@ class OtherProcess:
     """Runs `target(connection)` in a fresh interpreter; a context manager.
 
     `target`, a function of a module, takes questions from the connection and sends one answer to each, until
-    EOFError.
+    EOFError. With `cores` it and its children run on these alone.
     """
 
-    def __init__(self, target: Callable[[Connection], None]) -> None:
+    def __init__(self, target: Callable[[Connection], None], *, cores: Collection[int] | None = None) -> None:
         context = multiprocessing.get_context("spawn")  # a fork of threads of JAX or gRPC would hang
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_run, args=(target, theirs, cores), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -45,6 +46,12 @@ class OtherProcess:
         if self._process.is_alive():
             self._process.kill()
             self._process.join(10)
+
+
+def _run(target: Callable[[Connection], None], connection: Connection, cores: Collection[int] | None) -> None:
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    target(connection)
 
 
 def answer_each(connection: Connection, answer: Callable[[Any], Coroutine[Any, Any, object]]) -> None:

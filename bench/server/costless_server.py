@@ -9,7 +9,7 @@ import cProfile
 import re
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,13 +20,15 @@ from typing import Literal
 import uvloop
 
 from orca_jax.config import ServingConfig
+from orca_jax.engine.engine_master import LOOK_SECONDS
 from orca_jax.families.presets import PRESETS
 from orca_jax.iteration.shape import bucket_sizes
 from orca_jax.model_files.found_model import DEMO_MODEL
 from orca_jax.request.chat.template_files import load_chat_template
+from orca_jax.request.request import Row
 from orca_jax.request.sampling_params import SamplingParams
 from orca_jax.request.tokenizer import Tokenizer
-from orca_jax.scheduling.engine_protocol import Iteration, Returned
+from orca_jax.scheduling.engine_protocol import Iteration, Returned, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.service.orca import Orca
 from orca_jax.simulation.engine import SimulatedEngine, VirtualClock, hashed_token
@@ -74,19 +76,32 @@ class Hot:
 
 
 class PacedEngine(SimulatedEngine):
-    """Tokens of the demo model's vocabulary, one iteration in `seconds`."""
+    """Tokens of the demo model's vocabulary, from a device that runs one iteration at a time in `seconds`.
+
+    As a real device does, it begins an issued iteration as soon as it is free, whatever the host does then.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self._pause = seconds
+        self._seconds_each = seconds
+        self._done_at = deque[float]()  # of each iteration in flight
+        self._device_free_at = 0.0
         vocab_size = PRESETS["demo"].vocab_size
         super().__init__(
             VirtualClock(), token=lambda req, index: 1 + hashed_token(req, index) % (vocab_size - 1)
         )
 
+    def issue(self, rows: Sequence[Row]) -> Iteration:
+        self._device_free_at = max(time.monotonic(), self._device_free_at) + self._seconds_each
+        self._done_at.append(self._device_free_at)
+        return super().issue(rows)
+
     def wait(self, iteration: Iteration, interrupted: Callable[[], bool]) -> Returned | None:
-        if self._pause:
-            time.sleep(self._pause)
-        return super().wait(iteration, interrupted)
+        while (left := self._done_at[0] - time.monotonic()) > 0:
+            if interrupted is not never and interrupted():
+                return None
+            time.sleep(left if interrupted is never else min(left, LOOK_SECONDS))
+        self._done_at.popleft()
+        return super().wait(iteration, never)
 
 
 def server(connection: Connection, device: Device = Device()) -> None:

@@ -1,20 +1,21 @@
 """The host's cost of intake and delivery, over a device that answers after a stated time.
 
-    python -m bench.server.delivery [--rows 32,256] [--milliseconds 0,10] [--processes 0,2]
+    python -m bench.server.delivery [--rows 32,256] [--milliseconds 0,10] [--processes 0,2] [--client-cores 1]
 
 The real endpoint, gateway, request pool, scheduler and K/V manager run in one process, or the endpoints in
 `--processes` of their own, and the clients in another; an iteration sleeps, and its tokens are the demo
 model's. **Delivery**: as many streams as rows, all begun at once. **Intake**: as many connections as rows,
 each of which asks again and again for one token, as a completion of 24 token ids, a completion of a short
-text, and a chat. Rates depend on how many cores clients and server share; the server's processor time per
-token or request, by thread, does so less. That of endpoint processes is their sum.
+text, and a chat. Rates depend on how many cores clients and server share, unless `--client-cores` parts them;
+the server's processor time per token or request, by thread, does so less. That of endpoint processes is their
+sum.
 """
 
 import argparse
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -56,14 +57,18 @@ class Case:
 
 
 def measure(
-    device: Device, n_tokens: int, n_runs: int, *, profile: bool, progress: Progress
+    device: Device, n_tokens: int, n_runs: int, *, client_cores: int, profile: bool, progress: Progress
 ) -> tuple[list[Case], dict[str, list[Hot]]]:
     """Delivery and intake on one device."""
     cases = [Case("delivery", device), *(Case(name, device) for name in REQUESTS)]
     hottest: dict[str, list[Hot]] = {}
     name = f"{device.max_rows} rows, {1000 * device.seconds:g} ms"
     task = progress.add_task(name, total=(n_runs + 1 + profile) * len(cases))
-    with OtherProcess(partial(costless_server.server, device=device)) as server, OtherProcess(client) as load:
+    for_server, for_clients = _cores(client_cores)
+    with (
+        OtherProcess(partial(costless_server.server, device=device), cores=for_server) as server,
+        OtherProcess(client, cores=for_clients) as load,
+    ):
         port = server.ask("ports")[0]
         for run in range(n_runs + 1 + profile):  # the first is a rehearsal, the last profiled
             for case in cases:
@@ -74,6 +79,16 @@ def measure(
                     hottest[case.what] = server.ask("hottest")
                 progress.advance(task)
     return cases, hottest
+
+
+def _cores(n_clients: int) -> tuple[Sequence[int] | None, Sequence[int] | None]:
+    """The server's cores, and the clients', the last `n_clients`; None for both if they share all."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not n_clients:
+        return None, None
+    if n_clients >= len(cores):
+        raise SystemExit(f"--client-cores {n_clients} of {len(cores)} leaves the server none")
+    return cores[:-n_clients], cores[-n_clients:]
 
 
 def _one_run(
@@ -193,6 +208,12 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="of each stream (default: 64)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each case (default: 3)")
+    parser.add_argument(
+        "--client-cores",
+        type=int,
+        default=0,
+        help="bind clients to so many cores and the server to the others (default: 0, they share all)",
+    )
     parser.add_argument("--profile", action="store_true", help="show the event loop's costliest functions")
     flags = parser.parse_args()
     console = Console(width=200)
@@ -203,7 +224,12 @@ def main() -> None:
                 for n_processes in flags.processes:
                     device = Device(milliseconds / 1000, n_rows, n_processes)
                     measured, hottest = measure(
-                        device, flags.tokens, flags.runs, profile=flags.profile, progress=progress
+                        device,
+                        flags.tokens,
+                        flags.runs,
+                        client_cores=flags.client_cores,
+                        profile=flags.profile,
+                        progress=progress,
                     )
                     cases += measured
                     for what, hot in hottest.items():
