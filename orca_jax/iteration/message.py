@@ -50,9 +50,12 @@ SAMPLING = np.dtype(
 BIAS = np.dtype([("index", "<i4"), ("token_id", "<i4"), ("value", "<f4")])
 
 
+_NO_COPIES = np.zeros((0, 2), np.int32)
+
+
 def no_copies() -> npt.NDArray[np.int32]:
     """An empty list of copies, `[0, 2]`."""
-    return np.zeros((0, 2), np.int32)
+    return _NO_COPIES
 
 
 def neutral_sampling(n: int) -> npt.NDArray[np.void]:

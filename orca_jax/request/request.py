@@ -1,6 +1,5 @@
 """A request, its states (ORCA 4.2), and how it enters iterations."""
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -34,10 +33,6 @@ class RequestState(Enum):
 _RUNNING, _INCREMENT = RequestState.RUNNING, RequestState.INCREMENT
 
 _NEVER = (1 << 30) - 1  # more tokens than a request can have
-
-
-def _times() -> "array[float]":
-    return array("d")
 
 
 class FinishReason(StrEnum):
@@ -364,7 +359,7 @@ class Request:
     weights_versions: tuple[tuple[int, int], ...] = ()
     ending: FinishReason | None = None  # asked to end (cancel, timeout); acted on by the scheduler
     most_output: int = field(init=False)  # the most output tokens within `max_tokens`
-    token_times: "array[float]" = field(init=False, default_factory=_times)  # written by the timeline
+    token_times: list[float] = field(init=False, default_factory=list[float])  # written by the timeline
 
     def __post_init__(self) -> None:
         self.most_output = self.max_tokens - len(self.prompt_ids)
@@ -500,15 +495,17 @@ class Request:
         output_ids = self.output_ids
         output_ids.append(token_id)
         stopped = False
-        try:
-            if self.sink is not None:
-                stopped = self.sink.push(token_id)
-            if self.constraint is not None:
-                stopped = self.constraint.accept(token_id) or stopped
-                if self.failure is None and self.constraint.failure is not None:
-                    self.failure, self.failure_kind = self.constraint.failure, self.constraint.failure_kind
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
+        sink, constraint = self.sink, self.constraint
+        if sink is not None or constraint is not None:
+            try:
+                if sink is not None:
+                    stopped = sink.push(token_id)
+                if constraint is not None:
+                    stopped = constraint.accept(token_id) or stopped
+                    if self.failure is None and constraint.failure is not None:
+                        self.failure, self.failure_kind = constraint.failure, constraint.failure_kind
+            except Exception as error:
+                self.failure = f"{type(error).__name__}: {error}"
         if self.failure is not None:
             return FinishReason.ERROR
         if stopped or token_id in self.end_token_ids:

@@ -8,12 +8,6 @@ from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.prefix_lookup import reserve_sharing
 
 
-def rows_without_slots(rows: Sequence[Row], kv: KVManager) -> list[Row]:
-    """The rows whose requests need more blocks; new requests have row -1 and hold none."""
-    slots_of = kv.slots_of
-    return [(req, n) for req, n in rows if req.n_computed + n > slots_of[req.row]]
-
-
 def allocate(
     new: Sequence[Request],
     cached: Mapping[Request, list[int]],
@@ -44,10 +38,11 @@ def allocate(
             kv.beams.begin(req.row, req.kind.n_rows, None if on_demand else n_most)
 
 
-def grow(short: Sequence[Row], kv: KVManager) -> None:
+def grow(rows: Sequence[Row], kv: KVManager) -> None:
     """Allocate blocks until each of these requests has room for its tokens; beams grow as they continue."""
-    for req, n_tokens in short:
-        if not req.kind.forks:
+    slots_of = kv.slots_of
+    for req, n_tokens in rows:
+        if req.n_computed + n_tokens > slots_of[req.row] and not req.kind.forks:
             kv.grow(req.row, req.n_computed + n_tokens)
 
 

@@ -24,7 +24,7 @@ from orca_jax.request.request import (
     by_kind,
 )
 from orca_jax.scheduling.adapter_slots import AdapterSlots
-from orca_jax.scheduling.allocation import allocate, continue_beams, grow, rows_without_slots
+from orca_jax.scheduling.allocation import allocate, continue_beams, grow
 from orca_jax.scheduling.engine_protocol import Engine, Iteration, never
 from orca_jax.scheduling.kv_manager import KVManager
 from orca_jax.scheduling.policies import configured_policy
@@ -198,7 +198,7 @@ class Scheduler:
     def _issue(self, choice: Choice) -> None:
         """Allocate rows and blocks for newly admitted requests (line 26), then issue (lines 5 to 8)."""
         rows = choice.rows
-        short = rows_without_slots(rows, self.kv) if choice.short is None else choice.short
+        short = rows if choice.short is None else choice.short
         new = [req for req, _ in short if req.row < 0]
         self.pool.admit(new)
         if self.kv.snapshots is not None:
@@ -268,14 +268,12 @@ class Scheduler:
             returned.give_prompts(iteration.rows)
             accepted = self._accepted(iteration, returned.answers) if returned.answers else {}
             partial = iteration.partial  # rows of prompt chunks, which sample no token
-            has_partial, has_leaving = bool(partial), bool(leaving)  # tested for each row
+            some_without = bool(partial or leaving)  # tested for each row
             for i, ((req, _), token_id) in enumerate(zip(iteration.rows, returned.token_ids, strict=True)):
                 req.n_in_flight = n_in_flight = req.n_in_flight - 1  # line 11
                 several = accepted.get(i) if accepted else None
                 if several is None and (
-                    (has_partial and i in partial)
-                    or req.ending is not None
-                    or (has_leaving and req.state is FINISHED)
+                    req.ending is not None or (some_without and (i in partial or req.state is FINISHED))
                 ):
                     self._take_row_without_tokens(req, deliveries, partial=i in partial)
                     continue

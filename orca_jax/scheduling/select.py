@@ -95,27 +95,27 @@ def select_rows(
     token_limit = math.inf if max_batch_tokens is None else max_batch_tokens
     held: Held | None = None
     for req in pool:  # line 21
-        if req.state is RUNNING and req not in ahead:  # line 19
+        state = req.state
+        if state is RUNNING and req not in ahead:  # line 19
             continue
         if n_places == max_bs:  # line 22; `n_places` is the batch's size, and counts every beam
             held = req, "batch"
             break
-        # 1 for an increment. The condition is `not req.in_initiation`, inlined for speed.
-        n_tokens = 1 if req.state is INCREMENT or req.n_in_flight > req.n_partial else req.n_to_compute
-        if req.kind is PLAIN:
-            n_places += 1
-            batch_tokens += n_tokens
-        else:
-            n_places += req.kind.n_rows
-            batch_tokens += max(n_tokens, req.kind.n_rows)
-        if req.encoder_ids:
+        # An increment has one token. The condition is `not req.in_initiation`, inlined for speed.
+        n_tokens = n_rows = 1
+        if state is not INCREMENT and req.n_in_flight == req.n_partial:
+            n_tokens = req.n_to_compute
             batch_tokens += req.n_to_encode
+        if req.kind is not PLAIN:
+            n_rows = req.kind.n_rows
+        n_places += n_rows
+        batch_tokens += n_tokens if n_tokens > n_rows else n_rows
         # Break, as in line 25, so that no later request overtakes this one.
         if batch_tokens > token_limit or n_places > max_bs:
             held = req, "batch" if n_places > max_bs else "tokens"
             break
         # A request that already has a row resumes after a fault and still holds its reservation.
-        if req.state is INITIATION and req.row < 0:  # line 23
+        if state is INITIATION and req.row < 0:  # line 23
             new_n_rsrv = n_rsrv + slots_to_reserve(req, block_size)  # line 24
             if new_n_rsrv > n_slots:  # line 25
                 held = req, "slots"
