@@ -5,7 +5,7 @@ declared with FastAPI all the same: it describes them in the OpenAPI document, a
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -47,10 +47,10 @@ class DirectRoutes:
         request = Request(scope, receive)
         began = False
 
-        async def send_and_note(message: Message) -> None:
+        def send_and_note(message: Message) -> Awaitable[None]:
             nonlocal began
             began = True
-            await send(message)
+            return send(message)
 
         try:
             response = await _answer(route, request)

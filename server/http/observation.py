@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -156,7 +156,7 @@ class _Exchange:
             self.left = not self.complete
         return message
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.body":
             self.n_bytes += len(message.get("body", b""))
             self.complete = not message.get("more_body", False)
@@ -166,4 +166,4 @@ class _Exchange:
             self.streams = any(value.startswith(_EVENTS) for _, value in headers)
             ids = [(name, self.request_id.encode("ascii")) for name in self._id_headers]
             message["headers"] = [*headers, *ids]
-        await self._send(message)
+        return self._send(message)

@@ -61,8 +61,8 @@ class ReplyStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = self._writer
 
-        async def write(events: bytes) -> None:
-            await send({"type": "http.response.body", "body": events, "more_body": True})
+        def write(events: bytes) -> Awaitable[None]:  # no coroutine: each token would pay for it
+            return send({"type": "http.response.body", "body": events, "more_body": True})
 
         async with writer.choices.running(receive) as requests:
             await send({"type": "http.response.start", "status": 200, "headers": list(self.raw_headers)})
