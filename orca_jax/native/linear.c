@@ -9,7 +9,7 @@
  *   - few_tokens.h: x stays in the L1 cache, and vectors run along the summed axis. Each row of the weight is used for
  *     all tokens as it is read.
  *   - token_panel.h: vectors run across tokens. Each thread transposes a panel of x once, and every weight is
- *     multiplied by the whole panel.
+ *     multiplied by the whole panel. tile_panel.h does the same with AMX, for any number of tokens in bfloat16.
  *
  * XLA's threads take items, which are ranges of outputs. No item adds to another's sums, and a sum's order depends on
  * the form alone, not on threads or items: the result is the same to the bit however the work is cut. A token's

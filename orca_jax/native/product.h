@@ -2,7 +2,7 @@
  *
  * Up to FEW tokens take the form of few_tokens.h, more take that of token_panel.h. If up to REST tokens remain that
  * would not fill a panel's last vector, these last tokens take the form for few again. A token's result depends on its
- * form, and on nothing else in the batch.
+ * form, and on nothing else in the batch. With tiles (tile_panel.h) there is one form.
  *
  * I is a multiple of 16, and O is at least 16.
  */
@@ -11,13 +11,14 @@
 #define ORCA_PRODUCT_H
 
 #include "few_tokens.h"
+#include "tile_panel.h"
 #include "token_panel.h"
 #include "xla_call.h"
 
 #define CHUNK 96 /* the least outputs of an item, in whole strips */
 
 /* An item has several panels only if their columns are at most this many bytes, and stay in the second cache. */
-#define BYTES_OF_PANELS (1 << 18)
+#define BYTES_OF_PANELS (TILES ? 1 << 20 : 1 << 18)
 
 /* Items per thread, so that no thread waits long for another. */
 #define ITEMS 8
@@ -49,7 +50,7 @@ static inline Part part_of(const Product *l, size_t item) {
  * are computed twice, to the same bits. */
 static bool do_part(const Product *l, size_t item) {
   const Part part = part_of(l, item);
-  const size_t n_few = part.end_token == l->n_tokens ? l->n_few : 0;
+  const size_t n_few = part.end_token == l->n_tokens ? l->n_few : 0; /* 0 with tiles */
   const float *columns[PANELS];
   for (size_t i = 0; i < part.n_panels; i++) {
     columns[i] = columns_of(l, part.panel + i);
@@ -60,6 +61,18 @@ static bool do_part(const Product *l, size_t item) {
       few(l, least(out, part.end - FEW_OUTPUTS), least(out + FEW_BLOCK, part.end), true);
     return true;
   }
+#if TILES
+  if (has_tiles) {
+    take_tiles();
+    for (size_t out = part.start, n_strips; out < part.end; out += n_strips * STRIP) {
+      n_strips = part.end - out < 2 * STRIP ? 1 : 2;
+      const size_t here = least(out, part.end - n_strips * STRIP);
+      for (size_t i = 0; i < part.n_panels; i++) tile_strips(l, here, n_strips, part.panel + i, columns[i]);
+    }
+    release_tiles();
+    return true;
+  }
+#endif
   for (size_t out = part.start; out < part.end; out += STRIP) {
     const size_t here = least(out, part.end - STRIP);
     for (size_t i = 0; i < part.n_panels; i++) strip(l, here, part.panel + i, columns[i]);

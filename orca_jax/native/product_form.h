@@ -33,6 +33,15 @@ typedef ELEMENT(WEIGHT_BITS) weight_type;
 #endif
 #endif
 
+/* Whether panels are computed in tiles of AMX. Tests set it to 0. */
+#ifndef TILES
+#if PAIRS && defined(__AMX_BF16__) && defined(__linux__)
+#define TILES 1
+#else
+#define TILES 0
+#endif
+#endif
+
 /* The factors that a lane takes at once, in 32 bits. */
 #if PAIRS
 #define TERMS 2

@@ -37,7 +37,8 @@ def native_linear(
     x and weight are each float32 or bfloat16; products and sums are float32. Only the first `n_tokens` [1]
     int32 rows, by default all, are computed; the others are zero. A token's result may depend on the number
     of tokens and on whether it is among the last, never on other tokens' values; with `steady` it depends
-    only on whether there are more than eight tokens, with AVX2 six. Raises NotBuilt without a C compiler, or
+    only on whether there are more than eight tokens, with AVX2 six, and with AMX in bfloat16 on the token
+    alone. Raises NotBuilt without a C compiler, or
     without AVX-512 or AVX2.
     """
     assert x.shape[1] == weight.shape[1] and has_form(x, weight)

@@ -13,7 +13,7 @@
  * panels of an item, which take each strip of weights in turn. */
 #if LANES == 16
 #define ROWS 8
-#define PANELS 1
+#define PANELS (TILES ? 4 : 1)
 #else
 #define ROWS 4
 #define PANELS 2
@@ -129,6 +129,18 @@ ADD_TERMS(3)
 static void (*const add_terms_of[])(const factor_type *, size_t, const weight_type *, size_t, size_t,
                                     const float *, bool, vec *) = {NULL, add_terms_1, add_terms_2, add_terms_3};
 
+/* Stores sums [STRIP][vectors] of a panel's tokens, from `first` on. */
+static inline void store_strip(const Product *l, size_t out, size_t first, size_t vectors, const vec *sums) {
+  const size_t n = least(vectors * LANES, n_paneled(l) - first);
+  x_type *y = l->y + first * l->n_out + out;
+  for (size_t g = 0; g < vectors; g++) {
+    vec tile[LANES];
+    UNROLL for (int i = 0; i < STRIP; i++) tile[i] = sums[i * vectors + g];
+    transpose(tile);
+    for (size_t i = g * LANES; i < least(n, (g + 1) * LANES); i++) store(y + i * l->n_out, tile[i % LANES]);
+  }
+}
+
 /* Computes STRIP outputs of a panel's tokens. */
 static void strip(const Product *l, size_t out, size_t panel, const float *columns) {
   const size_t n_in = l->n_in, n_out = l->n_out;
@@ -155,12 +167,7 @@ static void strip(const Product *l, size_t out, size_t panel, const float *colum
                             sums + row * vectors);
     }
   }
-  for (size_t g = 0; g < vectors; g++) {
-    vec tile[LANES];
-    UNROLL for (int i = 0; i < STRIP; i++) tile[i] = sums[i * vectors + g];
-    transpose(tile);
-    for (size_t i = g * LANES; i < least(n, (g + 1) * LANES); i++) store(y + i * n_out, tile[i % LANES]);
-  }
+  store_strip(l, out, first, vectors, sums);
 }
 
 #endif

@@ -135,9 +135,13 @@ INLINE bfloat16 narrowed(float x) {
 
 INLINE void store_float(float *to, vec v) { *(vec *)to = v; }
 INLINE void store_bfloat16(bfloat16 *to, vec v) {
+#if LANES == 16 && defined(__AVX512BF16__)
+  _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh((__m512)v)); /* as below, but for subnormal numbers: 0 */
+#else
   const uvec bits = (uvec)v, nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   const uvec is_number = (uvec)(v == v);
   *(hvec *)to = __builtin_convertvector((nearest & is_number) | (0x7fc0 & ~is_number), hvec);
+#endif
 }
 
 INLINE void store4_float(float *to, vec4 v) { *(vec4 *)to = v; }

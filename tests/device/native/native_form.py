@@ -27,6 +27,11 @@ def multiplies_bfloat16() -> bool:
     return {"avx512_bf16", "avx512vbmi"} <= _flags()
 
 
+def has_tiles() -> bool:
+    """Whether bfloat16 is multiplied in tiles (tile_panel.h)."""
+    return {"avx512_bf16", "amx_bf16"} <= _flags()
+
+
 def _flags() -> set[str]:
     return set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
 

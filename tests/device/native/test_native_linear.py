@@ -17,7 +17,7 @@ from orca_jax.model.layers import matmul
 from orca_jax.native import compiler, custom_call, products
 from orca_jax.native.compiler import NotBuilt
 from orca_jax.native.products import has_form, native_linear
-from tests.device.native.native_form import needs_native, other_lanes
+from tests.device.native.native_form import has_tiles, needs_native, other_lanes
 
 CPU = jax.devices("cpu")[0]
 product_jitted = jax.jit(native_linear, static_argnames="steady")
@@ -108,13 +108,25 @@ def test_the_form_for_the_other_register_width(dtype: Any, monkeypatch: pytest.M
 
 
 @needs_native
-def test_the_form_without_pairs_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "target", partial(products.target, PAIRS=0))
-    for n_tokens in (8, 9, 28, 40, 101):
+@pytest.mark.parametrize("macros", [{"PAIRS": 0}, {"TILES": 0}, {"STATE_OF_TILES": 63}])
+def test_the_forms_without_pairs_or_tiles_or_leave_to_use_them(
+    macros: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "target", partial(products.target, **macros))
+    for n_tokens in (1, 8, 9, 28, 40, 101):
         x, weight = (array.astype(BFLOAT16) for array in arrays(n_tokens, n_tokens, 1040, 77))
         true = x.astype(np.float64) @ weight.astype(np.float64).T
         given = np.asarray(native_linear(jnp.asarray(x), jnp.asarray(weight))).astype(np.float64)
         np.testing.assert_allclose(given, true, rtol=HALF_UNIT, atol=2e-4)
+
+
+@needs_native
+@pytest.mark.skipif(not has_tiles(), reason="no AMX")
+def test_in_tiles_a_token_has_the_same_bits_with_any_number_of_others() -> None:
+    x, weight = (array.astype(BFLOAT16) for array in arrays(1, 210, 784, 333))
+    whole = product(x, weight)
+    for n in (1, 2, 8, 9, 16, 17, 33, 49, 60, 193):
+        assert np.array_equal(product(x[:n], weight), whole[:n]), n
 
 
 @needs_native
@@ -149,15 +161,18 @@ def test_a_token_has_the_same_bits_whatever_the_others(
 @needs_native
 @pytest.mark.skipif(other_lanes() == 16, reason="no AVX-512: a last vector that is half full costs no more")
 @pytest.mark.parametrize("dtype", [np.float32, BFLOAT16])
-def test_up_to_twelve_last_tokens_take_the_form_for_few_tokens(dtype: Any) -> None:
+def test_up_to_twelve_last_tokens_take_the_form_for_few_tokens(
+    dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "target", partial(products.target, TILES=0))
+    multiply = jax.jit(lambda x, weight: native_linear(x, weight))
+    steady = jax.jit(lambda x, weight: native_linear(x, weight, steady=True))
     x, weight = (array.astype(dtype) for array in arrays(1, 60, 784, 333))
-    few, many = (
-        np.concatenate([product(x[48:56], weight), product(x[52:], weight)[4:]]),
-        product(x[:48], weight),
-    )
-    assert not np.array_equal(few, product(x, weight, steady=True)[48:])
+    many = np.asarray(multiply(x[:48], weight))
+    few = np.concatenate([multiply(x[48:56], weight), multiply(x[52:], weight)[4:]])
+    assert not np.array_equal(few, steady(x, weight)[48:])
     for n in range(1, 13):
-        assert np.array_equal(product(x[: 48 + n], weight), np.concatenate([many, few[:n]])), n
+        assert np.array_equal(multiply(x[: 48 + n], weight), np.concatenate([many, few[:n]])), n
 
 
 @needs_native
