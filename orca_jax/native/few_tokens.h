@@ -10,7 +10,7 @@
 /* With REST 0 and TURNS 1 a token's result depends only on whether there are more than FEW tokens, and with FEW 0 on
  * the token alone. With 8 lanes, 7 or 8 tokens are faster in a panel than here. */
 #ifndef FEW
-#define FEW (TILES ? 0 : LANES == 16 ? 8 : 6) /* tiles are as fast with one token */
+#define FEW (TILES ? 0 : LANES == 16 ? 8 : 6) /* one form with tiles */
 #endif
 #ifndef REST
 #define REST (LANES == 16 && !TILES ? 12 : 0) /* with 8 lanes, a panel's last vector costs no more if it is half full */
