@@ -89,7 +89,7 @@ def figures(model: ModelConfig, bucket: int, max_bs: int, **how: Any) -> Compile
     with tempfile.TemporaryDirectory(prefix="orca-xla-") as dump:
         compiled = compile_forward(model, bucket, max_bs, **how, compiler_options={"xla_dump_to": dump})
         seconds = time.perf_counter() - start
-        launches = dumped_launches(Path(dump), "forward")
+        launches = dumped_launches(Path(dump), "_forward")
     text, memory = compiled.program.as_text(), compiled.program.memory_analysis()
     assert text is not None and memory is not None
     entry = text.split("ENTRY", 1)[1]

@@ -91,6 +91,8 @@ class Program:
                 # The instruction contains the kernel's name.
                 if kind.startswith("mosaic_gpu") and "split_attention" in (folded or line):
                     computes = (_ATTENTION,)
+                elif "/place/pallas_call" in line:
+                    computes = ("K/V write",)
             elif kind == "fusion":
                 triton = re.search(r'"kind":"(__triton\w*)"', line)
                 kind = triton[1].removeprefix("__") if triton else _after("kind=", line)

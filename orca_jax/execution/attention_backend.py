@@ -24,6 +24,7 @@ from orca_jax.execution.attention_paths import (
     PureJax,
     Sparse,
 )
+from orca_jax.execution.matmul_backend import TRITON
 from orca_jax.families.attention_config import Indexer, KVCode, Latent
 from orca_jax.families.model_config import ModelConfig
 from orca_jax.model.kv_cache import dtype_on_cpu
@@ -256,7 +257,8 @@ class _OnDevice(NamedTuple):
         if kind == "static":
             return PureJax(follow_lengths=False), _STATIC
         if kind == "cudnn":
-            return Cudnn(self.block_size, self.windows), "cuDNN's paged attention"
+            places = _capability(self.device) in TRITON
+            return Cudnn(self.block_size, self.windows, places=places), "cuDNN's paged attention"
         n_cores = getattr(self.device, "core_count", 2)
         if self.latent is not None:
             latent = LatentKernel(self.n_heads, n_cores, self.block_size, fixed=self.deterministic)

@@ -27,6 +27,7 @@ from orca_jax.native.place import native_place
 from orca_jax.native.plain_latent import native_plain_latent
 from orca_jax.native.split_attention import native_split_attention
 from orca_jax.pallas.latent_attention import latent_attention, latent_plan
+from orca_jax.pallas.place import place
 from orca_jax.pallas.split_attention import split_attention
 from orca_jax.pallas.work_list.bounds import Plan
 from orca_jax.pallas.work_list.work_items import work_items
@@ -176,6 +177,45 @@ class _NativeAttend(AttendAndPlace):
 
 
 @dataclass(frozen=True, slots=True)
+class _AttendOnGpu(AttendAndPlace):
+    """Attention bound to an iteration's tables, beside the kernel that writes the cache (pallas/place.py)."""
+
+    attend: Attend
+    interpret: bool
+
+    def __call__(
+        self, q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers, /
+    ) -> jax.Array:
+        return self.attend(q, cache, layer, bias, sinks)
+
+    def place(
+        self,
+        heads: jax.Array,
+        values: jax.Array,
+        slot_of_token: jax.Array,
+        cache: LayerCache,
+        rotation: Rotation | None,
+        *,
+        n_queries: int,
+        key: int,
+        interleaved: bool,
+    ) -> tuple[jax.Array, LayerCache]:
+        queries, *written = place(
+            heads,
+            values,
+            slot_of_token,
+            None if rotation is None else rotation.cos,
+            None if rotation is None else rotation.sin,
+            *cache.both,
+            n_queries=n_queries,
+            key=key,
+            interleaved=interleaved,
+            interpret=self.interpret,
+        )
+        return queries, LayerCache(*written)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentByRow(AttentionPath):
     """Latent attention in the plain form for rows where that is less work, `absorbed` for all others.
 
@@ -311,7 +351,7 @@ class Kernel(AttentionPath):
                 interpret=self.interpret,
             )
 
-        return attend
+        return _AttendOnGpu(attend, self.interpret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,13 +409,16 @@ class Cudnn(AttentionPath):
     """cuDNN's paged attention (cudnn/split_attention.py).
 
     The host's words, the tiles and each token's place in the results, serve all of the model's `windows`.
-    With one token a row there are no tiles, so cuDNN is called once for each layer. Tests, which have no such
-    GPU, pass the reference as `call`.
+    With one token a row there are no tiles, so cuDNN is called once for each layer. A kernel writes the cache
+    if it `places` (pallas/place.py), otherwise XLA does. Tests, which have no such GPU, pass the reference as
+    `call`, and `interpret` that kernel.
     """
 
     block_size: int
     windows: tuple[int | None, ...] = (None,)
     call: by_cudnn.PagedAttention = paged_attention
+    places: bool = True
+    interpret: bool = False
 
     def _plan(self, layout: FlatLayout) -> TilePlan:
         return TilePlan(layout.n_tokens, layout.n_rows, layout.one_each)
@@ -398,4 +441,4 @@ class Cudnn(AttentionPath):
             options = {"group": layer.group, "scale": layer.scale, "window": window, "sinks": sinks}
             return by_cudnn.split_attention(q, *cache.both, work_of[window], **options, call=self.call)
 
-        return attend
+        return _AttendOnGpu(attend, self.interpret) if self.places else attend

@@ -40,8 +40,9 @@ from orca_jax.pallas.work_list.group_tiles import unsupported
 
 Device = Any  # a jax.Device
 
-# Compute capabilities for which the kernel of packed products has been compiled: A100, Hopper, B200.
-_TRITON = ("8.0", "9.0", "10.0")
+# Compute capabilities for which Triton kernels have been compiled: A100, Hopper, B200. Without another GPU at
+# hand JAX does not compile for it.
+TRITON = ("8.0", "9.0", "10.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def choose_products(device: Device, dtype: Any, *, deterministic: bool = False) 
     if device.platform != "cpu":
         capability = str(getattr(device, "compute_capability", None))
         n_cores = getattr(device, "core_count", 2)
-        packed_cores = n_cores if capability in _TRITON else None
+        packed_cores = n_cores if capability in TRITON else None
         if capability == "9.0":
             return Products(native=False, kernel_cores=n_cores, packed_cores=packed_cores, float8=True)
         at_once = device.platform == "gpu"

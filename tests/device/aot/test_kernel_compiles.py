@@ -26,7 +26,10 @@ def forward_kernels(n_tokens: int, n_layers: int) -> dict[str, Any]:
 def of_one_layer(program: dict[str, Any]) -> list[set[str]]:
     """For each kernel of a middle layer, the operations that are fused into it."""
     for kernel in program["layer"]:  # no copies, transposes or loops
-        assert kernel["kind"] in {"kLoop", "kInput", "triton", "triton_nested_gemm_fusion", "mosaic_gpu_v2"}
+        assert kernel["kind"] in {
+            *("kLoop", "kInput", "triton", "triton_nested_gemm_fusion"),
+            *("mosaic_gpu_v2", "__gpu$xla.gpu.triton"),
+        }
     return [set(kernel["computes"]) for kernel in program["layer"]]
 
 
@@ -108,3 +111,11 @@ def test_the_latent_kernel_compiles_for_whole_models_and_shared_ones(size: compi
     ]
     group = compile_latent.latent_plan(1, 1, size.n_heads, size.block_size, 132).group
     assert set(compiled.plain_copies) <= {4 * group}  # tops; the group's all are there
+
+
+@pytest.mark.parametrize("device", ["a100-80gb", "h200", "b200"])
+def test_the_kernel_that_writes_keys_and_values_compiles_and_copies_no_cache(device: str) -> None:
+    programs = run_without_gpu("-m", "tests.device.aot.place_programs", device)
+    assert len(programs) == 10
+    for size, (kernels, launches) in programs.items():
+        assert kernels == launches == 1, size

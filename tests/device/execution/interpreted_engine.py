@@ -1,6 +1,6 @@
 """Runs engines with the interpreted kernel and with pure-JAX attention, and prints their tokens in JSON.
 
-PJRT_NPROC=16 python -m tests.device.execution.interpreted_engine gpt|latent
+PJRT_NPROC=16 python -m tests.device.execution.interpreted_engine gpt|rotary|latent
 """
 
 import json
@@ -26,6 +26,17 @@ MODEL = gpt_config(
 LATENT = Latent(rank=128, rotary_size=64, plain_size=32, value_size=32, query_rank=48)
 MODELS: dict[str, ModelConfig] = {
     "gpt": MODEL,
+    "rotary": replace(
+        MODEL,
+        layers=alike(
+            replace(
+                MODEL.layers[0],
+                attention=replace(MODEL.attention, n_kv_heads=1, rotary=Rotary(size=32)),
+            ),
+            2,
+        ),
+        positions=None,
+    ),
     "latent": replace(
         MODEL,
         layers=alike(

@@ -101,7 +101,7 @@ def test_tokens_by_cudnn_with_tiers(layouts: set[FlatLayout], monkeypatch: pytes
     def with_reference(self: Any, kind: Attention) -> Any:
         chosen, description = path(self, kind)
         assert isinstance(chosen, Cudnn)
-        return replace(chosen, call=call), description
+        return replace(chosen, call=call, places=True, interpret=True), description
 
     monkeypatch.setattr(attention_backend._OnDevice, "path", with_reference)
     monkeypatch.setattr(attention_backend._OnDevice, "_not_cudnn", lambda *_: None)
