@@ -48,8 +48,8 @@ _PHASES = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/backend_compile_duration": "compile",
 }
-_FORWARD = ("forward", "jit(forward)")  # JAX's name for the program while tracing, and afterwards
-_SECONDS = r" for jit_forward time: .*?\((\d+) us\)"
+_FORWARD = ("_forward", "jit(_forward)")  # JAX's name for the program while tracing, and afterwards
+_SECONDS = r" for jit__forward time: .*?\((\d+) us\)"
 _TIMERS = {
     "hlo_passes": re.compile("RunHloPasses" + _SECONDS),
     "backend": re.compile("RunBackend" + _SECONDS),

@@ -47,7 +47,7 @@ static void write_state(const Inputs *row, size_t n, float *to, size_t width) {
 
 static void convolve(const Convolution *c, const Inputs *row, size_t token, size_t channel, size_t width, float *y) {
   for (size_t j = 0; j < width; j++) y[j] = 0;
-  for (size_t back = 0; back <= c->n_kept; back++) { /* the newest first, as in model/recurrence.py */
+  for (size_t back = 0; back <= c->n_kept; back++) { /* the newest first, as in model/causal_convolution.py */
     const float *x = input(row, token + c->n_kept - back);
     const float *weight = c->weight + (c->n_kept - back) * c->n_channels + channel;
     for (size_t j = 0; x && j < width; j++) y[j] += weight[j] * x[j];

@@ -312,5 +312,5 @@ def test_json_has_every_kind_of_recurrence() -> None:
 
 def test_a_state_has_the_same_bytes_whatever_the_length() -> None:
     """Two convolutions of 20 channels, of widths 3 and 4: (2 + 3) * 20 numbers a request."""
-    assert state_bytes(RECURRENT_LAST, range(3), 4) == 5 * 20 * 4
+    assert state_bytes(RECURRENT_LAST, range(3), 1, 4) == 5 * 20 * 4
     assert slot_bytes(RECURRENT_LAST, range(3), 1, 4) == 2 * 2 * 8 * 4  # of the one attention layer

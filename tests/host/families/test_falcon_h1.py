@@ -30,7 +30,7 @@ def test_a_layer_keeps_keys_values_and_states() -> None:
     assert all(layer.has_both for layer in model.layers) and model.has_state
     assert slot_bytes(model, range(2), 1, 2) == 2 * 2 * 8 * 2
     channels = 24 + 2 * 5
-    assert state_bytes(model, range(2), 2) == 2 * (3 * channels * 2 + 4 * 5 * 6 * 4)
+    assert state_bytes(model, range(2), 1, 2) == 2 * (3 * channels * 2 + 4 * 5 * 6 * 4)
 
 
 def test_multipliers_of_inputs_are_those_of_results() -> None:
