@@ -200,5 +200,3 @@ def test_what_has_no_head_is_refused(tmp_path: Path) -> None:
         LLM(DIRECTORY / "qwen3-tied", speculative="mtp", **SIZES)
     with pytest.raises(ConfigError, match="a draft model does not work with workers or worker_processes yet"):
         EngineConfig(worker_processes=True, speculative="mtp")
-    with pytest.raises(ConfigError, match="leave pipeline_parallel at 1, or choose mtp"):
-        EngineConfig(pipeline_parallel=2, speculative="eagle3:head")

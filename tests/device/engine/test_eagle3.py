@@ -531,7 +531,7 @@ def test_the_embedding_is_the_served_models(tmp_path: Path) -> None:
 
 
 def test_what_is_no_fitting_head_is_refused(tmp_path: Path) -> None:
-    """Heads of other models, heads whose tensors are not those of config.json, and several devices."""
+    """Heads of other models, heads whose tensors are not those of config.json, and several stages."""
     directory = write_checkpoint(tmp_path / "served", LLAMA, served_tensors(LLAMA))
     good = llama_head(LLAMA)
 
@@ -569,7 +569,7 @@ def test_what_is_no_fitting_head_is_refused(tmp_path: Path) -> None:
         LLM(directory, speculative=f"eagle3:{place}", **SIZES)
     with pytest.raises(ConfigError, match="a draft model does not work with workers or worker_processes yet"):
         EngineConfig(worker_processes=True, speculative="eagle3:head")
-    with pytest.raises(ConfigError, match="leave tensor_parallel and pipeline_parallel at 1"):
+    with pytest.raises(ConfigError, match="leave pipeline_parallel at 1, or choose mtp"):
         EngineConfig(pipeline_parallel=2, speculative="eagle3:head")
     with pytest.raises(ConfigError, match="without a head; write eagle3:DIRECTORY"):
         EngineConfig(speculative="eagle3:")
