@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
@@ -125,63 +126,34 @@ class Native(AttentionPath):
     """native/split_attention.c, called once per layer."""
 
     def bind(self, layout: FlatLayout, batch: FlatArrays, words: jax.Array) -> Attend:
-        return _NativeAttend(batch)
+        def attend(
+            q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers, /
+        ) -> jax.Array:
+            return native_split_attention(
+                q,
+                cache.keys,
+                cache.values,
+                batch.block_table,
+                batch.row_start,
+                batch.kv_length,
+                key_scales=cache.key_scales,
+                value_scales=cache.value_scales,
+                group=layer.group,
+                **_options(layer, bias, sinks),
+            )
+
+        return _BesideWriter(attend, native_place)
 
 
 @dataclass(frozen=True, slots=True)
-class _NativeAttend(AttendAndPlace):
-    """Attention and the writing of the cache in C, bound to an iteration's tables."""
+class _BesideWriter(AttendAndPlace):
+    """Attention bound to an iteration's tables, beside the kernel that writes the cache.
 
-    batch: FlatArrays
-
-    def __call__(
-        self, q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers, /
-    ) -> jax.Array:
-        return native_split_attention(
-            q,
-            cache.keys,
-            cache.values,
-            self.batch.block_table,
-            self.batch.row_start,
-            self.batch.kv_length,
-            key_scales=cache.key_scales,
-            value_scales=cache.value_scales,
-            group=layer.group,
-            **_options(layer, bias, sinks),
-        )
-
-    def place(
-        self,
-        heads: jax.Array,
-        values: jax.Array,
-        slot_of_token: jax.Array,
-        cache: LayerCache,
-        rotation: Rotation | None,
-        *,
-        n_queries: int,
-        key: int,
-        interleaved: bool,
-    ) -> tuple[jax.Array, LayerCache]:
-        queries, *written = native_place(
-            heads,
-            values,
-            slot_of_token,
-            None if rotation is None else rotation.cos,
-            None if rotation is None else rotation.sin,
-            *jax.tree.leaves(cache),
-            n_queries=n_queries,
-            key=key,
-            interleaved=interleaved,
-        )
-        return queries, LayerCache(*written)
-
-
-@dataclass(frozen=True, slots=True)
-class _AttendOnGpu(AttendAndPlace):
-    """Attention bound to an iteration's tables, beside the kernel that writes the cache (pallas/place.py)."""
+    `write` is native/place.py's or pallas/place.py's, which have one signature.
+    """
 
     attend: Attend
-    interpret: bool
+    write: Callable[..., tuple[jax.Array, ...]]
 
     def __call__(
         self, q: jax.Array, cache: LayerCache, layer: AttentionConfig, bias: Numbers, sinks: Numbers, /
@@ -200,17 +172,16 @@ class _AttendOnGpu(AttendAndPlace):
         key: int,
         interleaved: bool,
     ) -> tuple[jax.Array, LayerCache]:
-        queries, *written = place(
+        queries, *written = self.write(
             heads,
             values,
             slot_of_token,
             None if rotation is None else rotation.cos,
             None if rotation is None else rotation.sin,
-            *cache.both,
+            *jax.tree.leaves(cache),
             n_queries=n_queries,
             key=key,
             interleaved=interleaved,
-            interpret=self.interpret,
         )
         return queries, LayerCache(*written)
 
@@ -351,7 +322,7 @@ class Kernel(AttentionPath):
                 interpret=self.interpret,
             )
 
-        return _AttendOnGpu(attend, self.interpret)
+        return _BesideWriter(attend, partial(place, interpret=self.interpret))
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,4 +412,4 @@ class Cudnn(AttentionPath):
             options = {"group": layer.group, "scale": layer.scale, "window": window, "sinks": sinks}
             return by_cudnn.split_attention(q, *cache.both, work_of[window], **options, call=self.call)
 
-        return _AttendOnGpu(attend, self.interpret) if self.places else attend
+        return _BesideWriter(attend, partial(place, interpret=self.interpret)) if self.places else attend
